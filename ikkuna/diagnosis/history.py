@@ -303,8 +303,8 @@ class History:
     def loss_falls(self) -> bool | None:
         """Whether the loss falls, or has fallen and stays low; ``None`` while fewer than ten values are known.
 
-        The median of the last five values is compared with that of the first five: it is lower by at least 2% and by the median
-        absolute deviation of the first five, and no higher than that of the five values before by more than half of the fall.
+        The median of the last five values is compared with that of the first five: it is lower by more than 2% and than the median
+        absolute deviation of the first five, and higher than that of the five values before by less than half of the fall.
         """
         curve = self.curve("loss")
         if curve is None:

@@ -177,6 +177,8 @@ TABLE = {
     "a pass between steps": ("a bwd:a 1 pass:x b train c bwd:c 1", "open0 0=a open1 1=c"),
     "a pass inside a step": ("a bwd:a pass:x y train b bwd:b 1", "open0 0=ab"),
     "epochs": ("a bwd:a 1 epoch epoch b bwd:b 1 epoch", "open0 0=a epoch0 open1 1=b epoch1"),
+    "an epoch of parts alone has not begun": ("part:a epoch", ""),
+    "an epoch of parts and a root has begun": ("part:a b epoch", "open0 epoch0"),
     "close without a step": ("a bwd:a finish", "open0 abandon"),
     # the defects of the issue on the house, each with its mirror image
     "1: an interrupted forward": ("a( raise b bwd:b 1", "open0 0=b"),

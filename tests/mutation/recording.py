@@ -14,7 +14,7 @@ class _Recording:
         self._folder, self._worker = folder, worker
         import coverage  # needed for this alone
 
-        self._durations: dict[str, float] = {}
+        self._durations: dict[str, dict[str, float]] = {}
         self._coverage = coverage.Coverage(
             data_file=str(folder / f"coverage.{worker}"), include=[f"*/{file}" for file in LOGIC], config_file=False
         )
@@ -29,7 +29,7 @@ class _Recording:
             self._coverage.switch_context("")
 
     def pytest_runtest_logreport(self, report):
-        self._durations[report.nodeid] = self._durations.get(report.nodeid, 0.0) + report.duration
+        self._durations.setdefault(report.nodeid, {})[report.when] = report.duration
 
     def pytest_sessionfinish(self):
         self._coverage.stop()

@@ -49,7 +49,7 @@ def record(paths: list[str]) -> None:
         part = coverage.CoverageData(basename=str(path))
         part.read()
         data.update(part)
-    durations: dict[str, float] = {}
+    durations: dict[str, dict[str, float]] = {}
     for path in FOLDER.glob("durations.*.json"):
         durations |= json.loads(path.read_text())
     lines = {
@@ -78,12 +78,10 @@ class Selection:
         recorded = json.loads(path.read_text())
         self._known = known
         self._durations, self._lines, self._seconds = recorded["durations"], recorded["lines"], seconds
-        self._setup: dict[
-            str, float
-        ] = {}  # of a file's fixtures, which its first test makes: less than its slowest test
+        self._setup: dict[str, float] = {}  # of a file's fixtures, which its first test makes
         for name, duration in self._durations.items():
             file = name.partition("::")[0]
-            self._setup[file] = max(self._setup.get(file, 0.0), duration)
+            self._setup[file] = max(self._setup.get(file, 0.0), duration.get("setup", 0.0))
 
     def of(self, mutant: Mutant) -> list[str]:
         """Return the tests that run the changed line, or, if it only runs at import, the function or class around it."""
@@ -94,15 +92,18 @@ class Selection:
         chosen, total, files = [], 0.0, set[str]()
         for name in sorted(names, key=lambda name: (self._cost(name), name)):
             file = name.partition("::")[0]
-            total += self._durations.get(name, 1.0) + (0.0 if file in files else self._setup.get(file, 1.0))
+            total += self._call(name) + (0.0 if file in files else self._setup.get(file, 1.0))
             if chosen and total > self._seconds:
                 break
             chosen.append(name)
             files.add(file)
         return chosen
 
+    def _call(self, name: str) -> float:
+        return self._durations.get(name, {}).get("call", 1.0)
+
     def _cost(self, name: str) -> float:
-        return self._durations.get(name, 1.0) + self._setup.get(name.partition("::")[0], 1.0)
+        return self._call(name) + self._setup.get(name.partition("::")[0], 1.0)
 
 
 def all_tests() -> set[str]:

@@ -446,6 +446,38 @@ def test_a_row_of_another_step_starts_anew():
         assert statistics.record(0, ALL).n == 0
 
 
+@pytest.mark.parametrize("weight", [1, 2, 3.0])
+def test_an_element_with_a_weight_counts_as_many(weight):
+    statistics, fields, x = make(), needed_fields(["mean", "m2", "l1"]), normal(6)
+    for calls in (1, 2):
+        statistics.add(0, x, fields, weight)
+        record = statistics.record(0, fields)
+        assert record.n == 6 * weight * calls
+        assert record.m2 == pytest.approx(weight * calls * float(((x - x.mean()) ** 2).sum()))
+        assert record.l1 == pytest.approx(weight * calls * float(x.abs().sum()))
+
+
+def test_rows_that_are_cleared_lose_their_histograms_and_others_do_not():
+    statistics, fields = make(), needed_fields(FIELDS)
+    for row in (0, 2):
+        statistics.add(row, normal(50), fields)
+    statistics.clear([0, 7])
+    assert statistics.record(0, fields).codes is None
+    assert statistics.record(2, fields).codes.sum() == 50
+    statistics.add(0, normal(30), fields)
+    assert statistics.record(0, fields).codes.sum() == 30
+
+
+def test_a_table_grows_to_what_is_needed_and_at_least_to_twice_its_size():
+    table = HostStatistics()
+    first = len(table.values)
+    table.add(5 * first, normal(3), ALL)
+    assert len(table.values) == 5 * first + 1
+    table.add(5 * first + 1, normal(4), ALL)
+    assert len(table.values) == 2 * (5 * first + 1)
+    assert [table.record(row, ALL).n for row in (5 * first, 5 * first + 1)] == [3, 4]
+
+
 def test_rows_that_are_taken_are_the_statistics_and_leave_nothing():
     statistics, fields = make(), needed_fields(FIELDS)
     for step in range(3):
