@@ -375,6 +375,8 @@ class StepCycle:
         facts = {"evaluations_in_training_mode": 0 if events.in_evaluation_mode else events.in_training_mode}
         if self._context.recorder.plan.parameters:
             facts["gradients_at_step"] = optimizers.gradients
+        if self._hooks.losses.is_shared:
+            facts["loss_of_other_models"] = 1
         return {
             "learning_rates": optimizers.rates,
             "settings": optimizers.settings,

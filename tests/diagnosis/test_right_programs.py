@@ -300,6 +300,26 @@ def wasserstein_gan():
     return critic, None, step
 
 
+@program("diverges", steps=150)
+def a_generator_whose_critic_learns_faster():
+    generator, critic = mlp(4, 32, 2), mlp(2, 32, 1)
+    ours = torch.optim.Adam(generator.parameters(), 2e-4)
+    theirs = torch.optim.Adam(critic.parameters(), 1e-2)
+    real, fake = torch.ones(32, 1), torch.zeros(32, 1)
+
+    def step():
+        noise = torch.randn(32, 4)
+        theirs.zero_grad()
+        outputs = critic(torch.cat([torch.randn(32, 2) + 3, generator(noise).detach()]))
+        F.binary_cross_entropy_with_logits(outputs, torch.cat([real, fake])).backward()
+        theirs.step()
+        ours.zero_grad()
+        F.binary_cross_entropy_with_logits(critic(generator(noise)), real).backward()
+        ours.step()
+
+    return generator, None, step
+
+
 @program("clipped_hard", "not_zeroed", steps=100)
 def a_gradient_scaler():
     model = mlp(8, 16, 3)

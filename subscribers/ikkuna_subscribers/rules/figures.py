@@ -50,6 +50,7 @@ _OTHERS = {
     "weight_state_step_mean": 'OptimizerStateSubscriber("step", "mean")',
     "evaluations_in_training_mode": "rules while the model trains",
     "gradients_at_step": "rules while the model trains",
+    "loss_of_other_models": "rules while the model trains",
     "optimizer_beta1": "rules while the model trains",
     "optimizer_beta2": "rules while the model trains",
     "optimizer_closure": "rules while the model trains",

@@ -29,14 +29,16 @@ class DivergesRule(Rule):
 
     Threshold: 1.3 times the first level, a fifth of the loss of a guess more, and twice the usual distance of two successive losses more,
     at two judgements in a row, which are 10 steps apart; healthy runs stay below a quarter of this.
-    Cannot see: losses that are negative at the start, such as rewards, and those of adversarial networks, which are games;
-    a slow rise after a long fall.
+    The rule is silent if the loss depends on parameters that only the optimizer of another model owns, as that of a generator on those
+    of its critic: while the other model learns against it, the loss rises without a mistake.
+    Cannot see: losses that are negative at the start, such as rewards; a slow rise after a long fall.
     """
 
     name = "diverges"
     severity_while_falling = "warning"
     needs = sources("loss")
-    uses = sources("output_classes")
+    uses = sources("output_classes", "loss_of_other_models")
+    judged_on = frozenset(needs)
     thresholds = ("factor",)
     factor: float = 1.3
     severity = "error"
@@ -61,6 +63,8 @@ class DivergesRule(Rule):
         """Yield a score from the 20th step on."""
         curve = history.now("loss")
         if curve is None or curve.count <= 20 or not min(curve.first[:10]) > 0:
+            return
+        if history.curve("loss_of_other_models") is not None:
             return
         level = middle(curve.first[:5])
         recent = middle([value if math.isfinite(value) else math.inf for value in curve.tail(10)])
