@@ -13,8 +13,6 @@ from ikkuna.errors import ConfigError, IkkunaError, unknown_name
 from ikkuna.support.failures import error_text
 from ikkuna.version import __version__
 
-__all__ = ["main"]
-
 _DESCRIPTION = "A window into the training of PyTorch models."
 _EPILOG = (
     "Exit status: 0; 1 if a command has found something, such as a mistake or a difference; 2 for bad input. "

@@ -14,9 +14,6 @@ from ikkuna.diagnosis.stored_findings import read_findings
 from ikkuna.numerics.bands import unusual_rows
 from ikkuna.store import StoredRun
 
-__all__ = ["finding_steps", "summary_values", "text_curve", "text_heatmap", "write_summary"]
-
-
 _LEVELS, _ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 _ZERO, _BAD = "0", "!"
 _MISSING, _MISSING_ASCII = "·", " "

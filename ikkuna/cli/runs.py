@@ -5,8 +5,6 @@ from pathlib import Path
 
 from ikkuna.cli.terminal import Terminal
 
-__all__ = ["add_muted_argument", "add_run_argument", "chosen_run", "runs_by_age"]
-
 _DEFAULT = "run"
 
 

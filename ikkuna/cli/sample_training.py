@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from ikkuna.export.watch import watch
 
-__all__ = ["train_sample"]
-
 
 def _data() -> tuple[Tensor, Tensor]:
     """Return four clusters of points in 16 dimensions."""

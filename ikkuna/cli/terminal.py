@@ -17,9 +17,6 @@ from ikkuna.cli import commands
 from ikkuna.printable import printable
 from ikkuna.support.console import CODES, has_colour, is_terminal
 
-__all__ = ["Command", "Terminal", "command_names", "finite", "load_command"]
-
-
 _LEAST_WIDTH = 20
 _MARK = f"\ufdd0{os.urandom(8).hex()}"  # precedes a style, so that no text from a file looks like one
 _STYLE = re.compile(f"{_MARK}([0-9;]*);")

@@ -18,9 +18,6 @@ from numpy.typing import NDArray
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, Values
 from ikkuna.support.threads import BackgroundThread
 
-__all__ = ["OWN", "Counts", "Gather", "Key", "Layout", "Layouts", "Own", "RankBlock", "RankRows", "Table", "build"]
-
-
 _LENGTH = 8
 _SMALLEST = 1 << 12
 _REMEMBERED = 16

@@ -12,24 +12,6 @@ from torch import Tensor, nn
 
 from ikkuna.numerics.elements import has_numbers
 
-__all__ = [
-    "ShardPosition",
-    "completed",
-    "data_parallel_size",
-    "distribute_like",
-    "divided",
-    "full_tensor",
-    "holds_gradients",
-    "is_distributed",
-    "is_run_together",
-    "local_shard",
-    "local_tensor",
-    "model_parallel_group",
-    "same_names",
-    "sharded_parameters",
-]
-
-
 _ORIGIN = 1 << 32
 
 

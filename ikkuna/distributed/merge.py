@@ -11,9 +11,6 @@ from numpy.typing import NDArray
 from ikkuna.distributed.block import OWN, Key, Layout, Own, RankBlock
 from ikkuna.numerics.statistics.table import COLUMN, Values, empty_rows, merge_rows
 
-__all__ = ["AlignedOwn", "AlignedTable", "Alignment", "Alignments", "MergedRows", "first_of_each_part", "merge_blocks"]
-
-
 Index = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 

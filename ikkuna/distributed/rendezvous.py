@@ -16,8 +16,6 @@ from ikkuna.errors import LogDirError
 from ikkuna.support.failures import log
 from ikkuna.support.torch_internals import default_store
 
-__all__ = ["PATIENCE", "Agreement", "World", "agree", "from_first_rank", "missing_ranks", "poll"]
-
 
 @dataclass(frozen=True, slots=True)
 class World:

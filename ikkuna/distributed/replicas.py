@@ -11,9 +11,6 @@ from ikkuna.distributed.block import OWN
 from ikkuna.distributed.dtensor import is_distributed
 from ikkuna.support.modules import NamedParameter
 
-__all__ = ["NOT_REPLICATED", "ParameterKey", "Replicas", "replica_number"]
-
-
 ParameterKey = tuple[str, str, bool]
 """Module, path, and whether the parameter is a bias."""
 

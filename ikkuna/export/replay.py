@@ -27,8 +27,6 @@ from ikkuna.store.finding import Finding
 from ikkuna.support.random_states import RandomStates
 from ikkuna.support.torch_internals import pytree
 
-__all__ = ["Replay", "ReplayRun", "Step", "check_fits", "on_device", "prepare", "replay", "restore_state", "value_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Replay:

@@ -22,8 +22,6 @@ from ikkuna.printable import printable
 from ikkuna.support.failures import suppressed
 from ikkuna.support.torch_internals import BATCH_NORMS, DROPOUTS
 
-__all__ = ["RankedRow", "RowRanking", "find_rows", "parts_of", "rank_batch", "rank_rows"]
-
 _SHOWN = 10
 _FAR = 10.0  # robust deviations
 _TIMES = 5.0  # the median

@@ -26,8 +26,6 @@ from ikkuna.flight_recorder.operations import (
 from ikkuna.printable import printable
 from ikkuna.support.failures import raise_users_exception
 
-__all__ = ["StepDifference", "compare_codes", "record_operations"]
-
 _CONTENT = (("the state", "state.pt"), ("the batches", "batches.pt"))
 
 

@@ -23,8 +23,6 @@ from ikkuna.numerics.spike_score import LIMIT, SpikeScore
 from ikkuna.printable import printable
 from ikkuna.support.torch_internals import pytree
 
-__all__ = ["Verdict", "verdict"]
-
 _REPEATS = 3
 _PAST = 64  # losses
 _LESS = 0.6  # of the excess of the loss, with half the rate

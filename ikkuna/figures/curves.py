@@ -29,17 +29,6 @@ from ikkuna.figures.style import (
 from ikkuna.numerics.elements import to_array
 from ikkuna.numerics.statistics.histogram import SIGMA
 
-__all__ = [
-    "FanSeries",
-    "draw_curves",
-    "draw_fan",
-    "draw_points",
-    "fan_series",
-    "features_0d",
-    "features_1d",
-    "percentile_fan",
-]
-
 
 @accepts_style(show_y_zero="zero_line", y_zero="zero_line", ylims="ylim")
 def features_0d(

@@ -23,9 +23,6 @@ from ikkuna.figures.style import (
 )
 from ikkuna.numerics.elements import to_array
 
-__all__ = ["draw_histogram", "draw_ridge", "features_hist", "features_hist_v2", "hist_clipped"]
-
-
 Array = NDArray[np.float64]
 
 

@@ -24,37 +24,6 @@ from numpy.typing import NDArray
 
 from ikkuna.errors import ConfigError
 
-__all__ = [
-    "DIVERGING",
-    "NAN_COLOR",
-    "NOTE_COLOR",
-    "SEQUENTIAL",
-    "FigureList",
-    "NanCount",
-    "NotebookFigure",
-    "Style",
-    "StyleOptions",
-    "accepts_style",
-    "add_color_legend",
-    "add_note",
-    "add_outer_legend",
-    "color_limits",
-    "colormap",
-    "count_nonfinite",
-    "create_panels",
-    "curve_colors",
-    "finite_limits",
-    "grid_shape",
-    "keyword_aliases",
-    "label_outer_axes",
-    "label_panel",
-    "outer_axes",
-    "save_figures",
-    "share_limits",
-    "sharing",
-]
-
-
 R = TypeVar("R")
 
 

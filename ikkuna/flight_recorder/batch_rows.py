@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from ikkuna.support.torch_internals import pytree
 from ikkuna.support.undisturbed import gradients, switched
 
-__all__ = ["HASHED", "BatchRows", "item_hashes", "losses_of_rows", "row_hashes", "unusual"]
-
 HASHED = 1024
 """The largest number of elements of a row that a hash reads; they are evenly spaced."""
 

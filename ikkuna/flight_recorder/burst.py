@@ -15,8 +15,6 @@ from ikkuna.numerics.statistics import FIELDS
 from ikkuna.numerics.statistics.record import HISTOGRAMS
 from ikkuna.observation.rows.rows import Rows
 
-__all__ = ["Burst", "BurstSubscriber", "names_of"]
-
 _OF_PARAMETERS = tuple(
     f"{kind}{what}" for kind in ("weight", "bias") for what in (("s", "es")[kind == "bias"], "_gradients", "_updates")
 )

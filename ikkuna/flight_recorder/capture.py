@@ -16,8 +16,6 @@ from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.random_states import RandomStates
 from ikkuna.support.torch_internals import pytree
 
-__all__ = ["CannotCopyError", "CapturedStep", "KeptTensor", "StepCapture", "copy_state", "copy_values", "size_of"]
-
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 

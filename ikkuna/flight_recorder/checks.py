@@ -18,22 +18,6 @@ from ikkuna.errors import DumpError
 from ikkuna.support.arrays import check_size
 from ikkuna.support.files import open_regular
 
-__all__ = [
-    "PLAIN",
-    "checked_tensors",
-    "integer",
-    "list_of",
-    "map_of",
-    "number",
-    "one_of",
-    "open_checked",
-    "pair_of",
-    "plain",
-    "record",
-    "tensor",
-    "text",
-]
-
 _DEPTH, _ITEMS = 64, 1_000_000
 _MAX_INT = 1 << 62
 PLAIN = (bool, int, float, str, type(None))

@@ -19,8 +19,6 @@ from ikkuna.store.finding import SEVERITIES, Finding
 from ikkuna.support.arrays import arrays_of, check_axes
 from ikkuna.support.failures import raise_users_exception
 
-__all__ = ["Dump", "DumpRow", "read_dump"]
-
 _Found = TypeVar("_Found")
 
 

@@ -33,18 +33,6 @@ fcntl: Any = None
 with contextlib.suppress(ImportError):  # Windows has none
     fcntl = import_module("fcntl")
 
-__all__ = [
-    "FORMAT",
-    "INDEX",
-    "INDEX_BYTES",
-    "DumpContent",
-    "DumpJob",
-    "DumpWriter",
-    "add_arrays",
-    "remove_unfinished",
-    "write_dump",
-]
-
 FORMAT = 1
 """The version of the format, stored in ``dump.json``."""
 

@@ -18,15 +18,6 @@ from ikkuna.numerics.elements import has_numbers
 from ikkuna.printable import printable
 from ikkuna.support.torch_internals import DISPATCH_MODE, current_node, pytree, sequence_number
 
-__all__ = [
-    "Operation",
-    "OperationDifference",
-    "OperationRecorder",
-    "Recording",
-    "fingerprint",
-    "first_difference",
-]
-
 _UNINITIALIZED = ("empty", "new_empty")
 _OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 

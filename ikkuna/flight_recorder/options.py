@@ -9,8 +9,6 @@ from pathlib import Path
 from ikkuna.errors import ConfigError, unknown_name
 from ikkuna.store.finding import SEVERITIES
 
-__all__ = ["MemoryBudget", "RecorderOptions", "available_bytes"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecorderOptions:

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 from ikkuna.errors import ConfigError
 from ikkuna.support.failures import log, raise_users_exception
 
-__all__ = ["ProcessHooks", "hook_process"]
-
 _HARMLESS = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINFO")  # a signal that is asked for does not end the process
 
 

@@ -28,8 +28,6 @@ from ikkuna.store.finding import Finding
 from ikkuna.support.failures import suppressed
 from ikkuna.support.random_states import RandomReader, RandomStates
 
-__all__ = ["ROW_COLUMNS", "RecordedSteps", "feed_history", "history_arrays", "rule_facts", "worst_row"]
-
 
 def history_arrays(history: History) -> dict[str, NDArray[Any]]:
     """Return the values of all series that are kept: the first 20 and the last 400 of each."""

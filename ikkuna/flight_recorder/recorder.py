@@ -34,8 +34,6 @@ from ikkuna.observation.rows.rows import Rows, StepObserver
 from ikkuna.store.finding import SEVERITIES, Finding
 from ikkuna.support.failures import error_text, log, suppressed
 
-__all__ = ["FlightRecorder"]
-
 _LAST_WORDS = 5.0  # seconds for a dump of a process that ends
 _OF_NUMBERS, _OF_RULE = range(2)  # the importance of a dump; that of `AT_END` is larger
 _HISTOGRAM_BYTES = 1 << 19

@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, Values
 
-__all__ = ["RowRing", "StepLog", "StepRows", "Tasks", "measured_columns"]
-
 _FIRST_CAPACITY = 64
 
 

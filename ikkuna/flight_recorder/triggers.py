@@ -7,8 +7,6 @@ from numpy.typing import NDArray
 
 from ikkuna.numerics.statistics.table import COLUMN, Values
 
-__all__ = ["AT_END", "CoolDown", "NonFiniteTrigger"]
-
 AT_END = 2
 """The importance of a dump at the end of the process."""
 

@@ -12,8 +12,6 @@ from ikkuna.integrations.remote import import_extra
 from ikkuna.metrics.subscriber import Subscriber
 from ikkuna.support.failures import log
 
-__all__ = ["IkkunaCallback"]
-
 _lightning: Any = import_extra("lightning.pytorch")
 _loggers: Any = import_extra("lightning.pytorch.loggers")
 _SETTINGS = ("max_epochs", "max_steps", "accumulate_grad_batches", "gradient_clip_val", "precision")

@@ -13,8 +13,6 @@ from ikkuna.backends.loggers import StepValues, matrix_picture
 from ikkuna.integrations.remote import RemoteBackend, import_extra
 from ikkuna.support.failures import log
 
-__all__ = ["MlflowBackend"]
-
 _METRICS, _PARAMS = 1000, 100  # the most that one request of MLflow takes
 _TAG, _FINDING_TAG, _TAG_LENGTH = "ikkuna.run", "ikkuna.finding", 5000
 

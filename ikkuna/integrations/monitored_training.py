@@ -12,8 +12,6 @@ from ikkuna.export.exporter import Exporter
 from ikkuna.export.watch import watch
 from ikkuna.metrics.subscriber import Subscriber
 
-__all__ = ["MonitoredTraining"]
-
 
 class MonitoredTraining:
     """Calls an exporter for a trainer.

@@ -9,8 +9,6 @@ from ikkuna.backends.loggers import LoggerBackend
 from ikkuna.errors import PluginError
 from ikkuna.store.run_directory import read_run_file
 
-__all__ = ["RemoteBackend", "import_extra"]
-
 
 class RemoteBackend(LoggerBackend):
     """A logger that creates a run of its own, named after the directory of the run.

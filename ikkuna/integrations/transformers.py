@@ -11,8 +11,6 @@ from ikkuna.metrics.subscriber import Subscriber
 from ikkuna.support.failures import log
 from ikkuna.support.files import atomic_path
 
-__all__ = ["IkkunaCallback"]
-
 _transformers: Any = import_extra("transformers")
 _BACKENDS = {"tensorboard": "tb", "wandb": "wandb", "mlflow": "mlflow"}  # of the trackers in report_to
 

@@ -11,8 +11,6 @@ from ikkuna.integrations.remote import RemoteBackend, import_extra
 from ikkuna.support.console import announce
 from ikkuna.support.failures import log, raise_users_exception
 
-__all__ = ["WandbBackend"]
-
 _STEP = "ikkuna/step"
 _MOST_ALERTS, _BETWEEN_ALERTS = 20, 600  # seconds
 

@@ -7,8 +7,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Band", "running_band", "unusual_rows"]
-
 _SCALE = 1.4826  # the standard deviation over the median absolute deviation, for normal data
 
 

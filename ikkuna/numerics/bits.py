@@ -7,9 +7,6 @@ from torch import Tensor
 
 from ikkuna.numerics.statistics.native.kernels import library
 
-__all__ = ["BASE", "bit_sum", "words_of"]
-
-
 BASE = 6364136223846793005
 """The base of the weights: odd, and 5 modulo 8."""
 

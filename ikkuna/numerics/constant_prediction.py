@@ -7,8 +7,6 @@ from torch.nn import functional
 from ikkuna.numerics.elements import readable
 from ikkuna.numerics.prediction import sample_indices
 
-__all__ = ["LOSS_FORMS", "constant_figures"]
-
 LOSS_FORMS = ("mse", "mae", "huber", "bce_with_logits", "bce", "soft_cross_entropy", "kl_div")
 """The losses that are recognised, in the order of their numbers."""
 

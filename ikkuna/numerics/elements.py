@@ -25,30 +25,6 @@ from ikkuna.errors import ConfigTypeError
 from ikkuna.support.torch_internals import holds_other_tensors, is_transformed
 from ikkuna.support.undisturbed import gradients, switched
 
-__all__ = [
-    "CHUNK",
-    "SIZE",
-    "all_finite",
-    "as_float64",
-    "dequantized",
-    "fingerprint",
-    "flatten",
-    "has_float64",
-    "has_numbers",
-    "has_storage",
-    "host_array",
-    "in_memory_order",
-    "is_plain",
-    "is_special",
-    "on_device",
-    "pieces",
-    "readable",
-    "stored",
-    "to_array",
-    "widest_float",
-    "without_repeats",
-]
-
 
 @cache
 def has_float64(device: torch.device) -> bool:

@@ -17,27 +17,6 @@ from torch import Tensor
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.elements import CHUNK, flatten, has_float64, readable, widest_float, without_repeats
 
-__all__ = [
-    "ROW_STATISTICS",
-    "adam_decay",
-    "angle",
-    "cosine",
-    "count_moved",
-    "decay_row",
-    "decoupled_decay",
-    "distance",
-    "dot",
-    "effective_update_fraction",
-    "norm",
-    "row_means",
-    "row_sums",
-    "sgd_decay",
-    "squared_distance",
-    "squared_norm",
-    "update_ratio",
-]
-
-
 _DEVICE_CHUNK = 1 << 22
 
 

@@ -17,27 +17,6 @@ from torch import Tensor
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.elements import readable, widest_float, without_repeats
 
-__all__ = [
-    "AttentionRow",
-    "RouterFigures",
-    "active_units",
-    "attention_means",
-    "attention_row",
-    "count_saturated",
-    "dead_share",
-    "dispatch_row",
-    "dormant_scores",
-    "dormant_share",
-    "entropy_of_lse",
-    "logit_bound",
-    "router_figures",
-    "router_row",
-    "running_statistics_distance",
-    "saturation_threshold",
-    "scores_row",
-    "unit_counters",
-]
-
 
 def unit_counters(activations: Tensor, channel_axis: int | None = None) -> Tensor:
     r"""Count, for each unit of a layer, how often and how strongly it is active.

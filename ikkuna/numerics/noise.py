@@ -17,22 +17,6 @@ from torch import Tensor
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.elements import all_finite
 
-__all__ = [
-    "NoiseScale",
-    "RunningMean",
-    "RunningNoise",
-    "adam_snr",
-    "fit_noise_scale",
-    "gradient_diversity",
-    "gradient_snr",
-    "micro_batch_noise_scale",
-    "noise_scale",
-    "noise_scale_from_moments",
-    "pairwise_noise_scale",
-    "sign_agreement",
-    "signs_of",
-]
-
 
 @dataclass(frozen=True)
 class NoiseScale:

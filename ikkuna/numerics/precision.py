@@ -15,19 +15,6 @@ from ikkuna.errors import ConfigError
 from ikkuna.numerics.elements import CHUNK, flatten, readable, without_repeats
 from ikkuna.numerics.statistics.histogram import Histogram
 
-__all__ = [
-    "FORMATS",
-    "QUANTIZED_FORMATS",
-    "FloatFormat",
-    "PrecisionShares",
-    "count_losses",
-    "histogram_shares",
-    "largest_number",
-    "quantization_errors",
-    "quantize",
-    "shares",
-]
-
 
 @dataclass(frozen=True)
 class FloatFormat:

@@ -9,21 +9,6 @@ from torch.nn import functional
 
 from ikkuna.numerics.elements import readable
 
-__all__ = [
-    "IGNORED",
-    "PREDICTION_FIGURES",
-    "count_correct",
-    "find_class_axis",
-    "initial_cross_entropy",
-    "initial_logit_deviation",
-    "prediction_figures",
-    "sample_indices",
-    "shifted",
-    "wilson_interval",
-    "z_loss_row",
-]
-
-
 IGNORED = -100
 """The label of items that are left out, unless a loss has another one."""
 

@@ -21,27 +21,6 @@ from torch import Tensor
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.elements import as_float64, readable
 
-__all__ = [
-    "SVCCA",
-    "Chance",
-    "Scatter",
-    "canonical_correlations",
-    "centred",
-    "centred_kernels",
-    "chance_level",
-    "cka_of_hsic",
-    "dimension",
-    "hsic_matrix",
-    "intrinsic_dimension",
-    "layer_saturation",
-    "linear_cka",
-    "principal_basis",
-    "pwcca",
-    "svcca",
-    "svcca_of_bases",
-    "to_rows",
-]
-
 
 def to_rows(activations: Tensor, pool: bool = False) -> Tensor:
     """Return activations as ``(rows, features)`` in float64.

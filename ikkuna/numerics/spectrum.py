@@ -18,24 +18,6 @@ from torch import Tensor
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.elements import as_float64, widest_float
 
-__all__ = [
-    "PowerLaw",
-    "as_matrix",
-    "condition_number",
-    "conv_operator_norm",
-    "effective_rank",
-    "entropy_rank",
-    "numerical_rank",
-    "participation_ratio",
-    "power_law_alpha",
-    "rank_tolerance",
-    "singular_values",
-    "singular_values_of_each",
-    "spectral_norm",
-    "stable_rank",
-]
-
-
 _EXACT_STEPS = 64
 _COLD_STEPS = 32
 _TINY = 1.2e-38  # the smallest divisor with full precision in float32

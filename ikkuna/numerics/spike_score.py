@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LIMIT", "SpikeScore", "spike_scores"]
-
 LIMIT = 10.0
 """A value with a larger score is a spike."""
 

@@ -27,22 +27,6 @@ from ikkuna.store.quantity import network_order
 from ikkuna.store.run_directory import ConfigValue
 from ikkuna.store.values import HistogramLike
 
-__all__ = [
-    "MOST_LINES",
-    "EventFormat",
-    "float32",
-    "histogram_value",
-    "hparams_values",
-    "image_value",
-    "layout_value",
-    "scalar_prefix",
-    "start_record",
-    "step_record",
-    "text_value",
-    "titled_scalar_value",
-]
-
-
 _SESSION_START = 1  # SessionLog.START
 _FLOAT = struct.Struct("<f")
 _PNG_SIZE = struct.Struct(">II")

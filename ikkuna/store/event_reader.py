@@ -20,25 +20,6 @@ from ikkuna.store.event_records import next_head, record_spans
 from ikkuna.support.failures import log
 from ikkuna.support.native import SOURCES, build_library, joined_source
 
-__all__ = [
-    "KIND_HISTOGRAM",
-    "KIND_TENSOR",
-    "OTHER_FIELDS",
-    "START_FIELDS",
-    "EventColumns",
-    "EventFile",
-    "EventLibrary",
-    "MalformedError",
-    "NativeScanner",
-    "PythonScanner",
-    "event_library",
-    "fields",
-    "floats",
-    "number",
-    "varint",
-]
-
-
 _FIXED = {1: 8, 5: 4}
 _FORMATS = {4: "<f", 8: "<d"}
 

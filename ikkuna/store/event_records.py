@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from ikkuna.errors import ConfigError
 from ikkuna.support.failures import log
 
-__all__ = ["Recovery", "masked_crc32c", "next_head", "record", "record_spans", "recover", "whole_records"]
-
 _HEADER = struct.Struct("<Q")
 _CHECKSUM = struct.Struct("<I")
 

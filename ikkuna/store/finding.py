@@ -8,9 +8,6 @@ from ikkuna.errors import ConfigError, unknown_name
 from ikkuna.printable import printable
 from ikkuna.store.sparkline import text_sparkline
 
-__all__ = ["SEVERITIES", "Finding"]
-
-
 SEVERITIES = ("info", "warning", "error")
 _NAMED = 12  # modules
 

@@ -9,9 +9,6 @@ from typing import Any, NamedTuple
 
 from ikkuna.support.failures import log
 
-__all__ = ["LISTS", "NUMBERS", "LineFile", "parse_line", "read", "read_lines", "replaced_ends"]
-
-
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 NUMBERS = ("min", "max", "num", "sum", "sum_squares")
 LISTS = ("bucket_limits", "bucket_counts")

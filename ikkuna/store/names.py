@@ -7,22 +7,6 @@ from hashlib import blake2b
 
 from ikkuna.store.quantity import NEUTRAL, Quantity
 
-__all__ = [
-    "Series",
-    "SeriesGroup",
-    "dashboard_tag",
-    "decode",
-    "encode",
-    "heatmap_tag",
-    "matrix_tag",
-    "natural_key",
-    "overview_tag",
-    "picture_name",
-    "series_of_tag",
-    "series_tag",
-    "text_tag",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Series:

@@ -9,9 +9,6 @@ from ikkuna.errors import ConfigError, ConfigTypeError, unknown_name
 from ikkuna.support.failures import raise_users_exception
 from ikkuna.support.plugins import load_plugin, plugin_names
 
-__all__ = ["NEUTRAL", "SCALES", "Quantity", "built_in_sources", "installed_quantities", "network_order", "step_order"]
-
-
 SCALES = ("linear", "log", "share", "signed")
 """``log``: compared by its logarithm; ``share``: lies on [0, 1]; ``signed``: shown symmetrically to 0."""
 _SUBSCRIBERS = "ikkuna.export.subscriber"

@@ -28,19 +28,6 @@ from ikkuna.store.stored_value import (
 from ikkuna.store.values import ModuleEntry, read_module_table
 from ikkuna.support.failures import raise_users_exception
 
-__all__ = [
-    "RunContents",
-    "RunFiles",
-    "RunFilesReader",
-    "ValuePart",
-    "ValueTable",
-    "find_files",
-    "find_runs",
-    "joined",
-    "last_step",
-]
-
-
 Number = TypeVar("Number", bound=np.generic)
 _LAST = np.iinfo(np.int64).max
 

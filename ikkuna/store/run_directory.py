@@ -23,33 +23,6 @@ from ikkuna.store.quantity import Quantity
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.files import atomic_file, read_regular
 
-__all__ = [
-    "CONTROL_FILE",
-    "RUN_FILE",
-    "ConfigValue",
-    "Continued",
-    "ControlFile",
-    "RunFile",
-    "RunSettings",
-    "SamplingRequest",
-    "add_quantities",
-    "check_log_dir",
-    "check_run_name",
-    "config_table",
-    "environment",
-    "find_run",
-    "json_config",
-    "latest_run",
-    "lock_run",
-    "log_path",
-    "make_run_directory",
-    "plain_config",
-    "read_run_file",
-    "stored_facts",
-    "write_run_file",
-]
-
-
 ConfigValue = None | bool | int | float | str
 _LIMIT = 1000  # characters of a value
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["reduced_curve", "svg_sparkline", "text_sparkline"]
-
 _LEVELS, _ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 _CHARACTERS = 24
 _POINTS = 24

@@ -17,9 +17,6 @@ from ikkuna.store.stored_value import StoredHistogram
 from ikkuna.store.values import ModuleEntry, ModuleOrder
 from ikkuna.support.failures import log
 
-__all__ = ["Point", "SeriesValues", "StoredRun", "read_run"]
-
-
 TRAINING = "training"
 _MARKS = "findings"  # earlier versions marked the steps of findings by values of rules in the place of modules
 

@@ -9,17 +9,6 @@ from numpy.typing import NDArray
 
 from ikkuna.store.event_reader import KIND_HISTOGRAM, KIND_TENSOR, MalformedError, fields, floats, number
 
-__all__ = [
-    "ReadHistogram",
-    "StoredHistogram",
-    "StoredValue",
-    "decode_histogram",
-    "decode_tensor_scalar",
-    "decode_text",
-    "plugin_name",
-]
-
-
 _FLOATS = {1: "<f4", 2: "<f8", 3: "<i4", 9: "<i8"}
 _TEXT = 8  # string_val of a tensor
 

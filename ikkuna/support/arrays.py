@@ -8,9 +8,6 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["arrays_of", "check_axes", "check_size", "write_arrays"]
-
-
 _INFLATED = 1 << 26
 """The largest size of the arrays of a compressed file; larger ones are stored without compression, so no file becomes larger in memory."""
 

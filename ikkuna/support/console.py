@@ -8,8 +8,6 @@ from typing import TextIO
 from ikkuna.printable import printable
 from ikkuna.support.failures import log, suppressed
 
-__all__ = ["CODES", "announce", "has_colour", "is_logging_configured", "is_terminal", "styled"]
-
 CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
 """Escape codes of styles."""
 

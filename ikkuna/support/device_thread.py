@@ -11,8 +11,6 @@ import torch
 
 from ikkuna.support.threads import Worker
 
-__all__ = ["MOST_BYTES", "MOST_WORK", "DeviceThread", "Pending", "is_full", "run_beside"]
-
 T = TypeVar("T")
 
 MOST_WORK = 4

@@ -20,17 +20,6 @@ from typing import Any
 from ikkuna.errors import StopTraining
 from ikkuna.printable import printable
 
-__all__ = [
-    "FailureCounter",
-    "error_text",
-    "log",
-    "raise_users_exception",
-    "remember_handlers",
-    "suppressed",
-    "users_exception",
-]
-
-
 _REQUESTS = (KeyboardInterrupt, SystemExit, StopTraining)
 _SIGNALS = tuple(map(int, signal.valid_signals()))
 _OVERWRITTEN = object()

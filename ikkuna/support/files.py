@@ -8,18 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-__all__ = [
-    "atomic_file",
-    "atomic_path",
-    "open_regular",
-    "private_directory",
-    "read_private_file",
-    "read_regular",
-    "safe_directory",
-    "write_private_file",
-]
-
-
 _FLAGS = (
     os.O_WRONLY
     | os.O_CREAT

@@ -17,29 +17,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 
-__all__ = [
-    "ModuleFilter",
-    "NamedModule",
-    "NamedParameter",
-    "class_name",
-    "common_module",
-    "definition",
-    "difference",
-    "is_bias",
-    "module_of",
-    "name_of",
-    "named_children",
-    "named_modules",
-    "named_parameters",
-    "owned_parameters",
-    "parameters_of",
-    "signature",
-    "unwrap",
-    "walk",
-    "wrapped_modules",
-]
-
-
 ModuleFilter = Callable[["NamedModule"], bool] | Iterable[type[nn.Module]] | None
 
 _INNER = {  # name of a wrapper class → the attribute that holds the wrapped module

@@ -13,8 +13,6 @@ from typing import Any
 from ikkuna.errors import PluginError, unknown_name
 from ikkuna.support.failures import log
 
-__all__ = ["load_plugin", "plugin_names", "plugins"]
-
 
 @cache
 def plugins(group: str) -> dict[str, tuple[EntryPoint, ...]]:

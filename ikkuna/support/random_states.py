@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["RandomReader", "RandomStates"]
-
 _MT19937_BYTES = 4 * 624 + 4  # the key and the position
 
 

@@ -8,9 +8,6 @@ from torch import Tensor, nn
 
 from ikkuna.support.torch_internals import saved_by
 
-__all__ = ["LossArguments", "SavedLoss", "loss_arguments", "saved_loss"]
-
-
 _MOST_NODES = 256  # a loss is composed of fewer; behind them is the model
 _SAME_ORDER = ("LogSoftmax", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias", "ToCopy", "Clone")
 

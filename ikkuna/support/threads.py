@@ -10,9 +10,6 @@ from collections.abc import Callable
 
 from ikkuna.support.failures import log, raise_users_exception
 
-__all__ = ["START_SECONDS", "BackgroundThread", "Worker"]
-
-
 START_SECONDS = 0.5
 """How long those wait who need a thread that was just started."""
 

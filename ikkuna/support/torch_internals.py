@@ -14,44 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
 
-__all__ = [
-    "BATCH_NORMS",
-    "CONVOLUTIONS",
-    "DISPATCH_MODE",
-    "DROPOUTS",
-    "GLOBAL_FORWARD_HOOKS",
-    "MODULE_CALL",
-    "RUNNING_NORMS",
-    "TENSOR_ADDRESS",
-    "autograd_enabled_inside_operators",
-    "call_around_backward",
-    "compiled_programs",
-    "current_node",
-    "current_trace",
-    "default_store",
-    "drop_programs",
-    "function_transforms",
-    "graph_task",
-    "holds_other_tensors",
-    "insert_as_constant",
-    "is_transformed",
-    "kept_version",
-    "native_functions",
-    "number_of_node",
-    "parallel_for",
-    "pytree",
-    "saved_by",
-    "saves_tensors_elsewhere",
-    "sequence_number",
-    "set_grad_enabled",
-    "skip_in_compiler",
-    "tracing_state",
-    "will_execute",
-]
-
-
+pytree = _pytree
 _C: Any = torch._C
 _FUNCTORCH: Any = getattr(_C, "_functorch", None)
 _FRAMES: Any = getattr(getattr(_C, "_dynamo", None), "eval_frame", None)

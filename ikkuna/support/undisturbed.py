@@ -16,21 +16,6 @@ from ikkuna.errors import ConfigError
 from ikkuna.support.modules import wrapped_modules
 from ikkuna.support.torch_internals import kept_version, set_grad_enabled
 
-__all__ = [
-    "Switch",
-    "as_tensor",
-    "gradients",
-    "isolated",
-    "restoring",
-    "run_model",
-    "run_undisturbed",
-    "switched",
-    "undisturbed",
-    "undisturbed_randomness",
-    "without_replica_wrappers",
-]
-
-
 T = TypeVar("T")
 _Restore = Callable[[], object]
 Switch = tuple[Callable[[Any], object], Any, Any]

@@ -13,8 +13,6 @@ from ikkuna.store.finding import Finding
 from ikkuna.store.names import Series, SeriesGroup
 from ikkuna.store.values import Matrix
 
-__all__ = ["RecordingBackend", "check_backend"]
-
 
 class RecordingBackend(Backend):
     """Keeps all values in lists.

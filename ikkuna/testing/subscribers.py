@@ -26,9 +26,6 @@ from ikkuna.store.names import Series
 from ikkuna.store.values import Matrix, is_histogram
 from ikkuna.testing.backends import RecordingBackend
 
-__all__ = ["Value", "check_subscriber", "run", "small_model", "special_tensors", "train"]
-
-
 Batch = tuple[Tensor, Tensor]
 
 

@@ -26,8 +26,6 @@ from ikkuna.numerics.layers import (
 from ikkuna.support.modules import NamedParameter, parameters_of
 from ikkuna_subscribers._helpers.arguments import require_integers
 
-__all__ = ["DeadUnitsSubscriber", "ModuleStateSubscriber", "RunningStatisticsSubscriber", "SaturationSubscriber"]
-
 
 class DeadUnitsSubscriber(PlotSubscriber):
     r"""The share of a layer's units that are never active, and of those that are far less active than the other units.

@@ -23,16 +23,6 @@ from ikkuna.support.undisturbed import gradients, switched
 from ikkuna_subscribers._helpers.arguments import require_integers
 from ikkuna_subscribers._helpers.probe_subscriber import ProbeSubscriber
 
-__all__ = [
-    "AttentionCall",
-    "AttentionScoresSubscriber",
-    "AttentionSubscriber",
-    "NamedProjections",
-    "capture_attention",
-    "queries_and_keys",
-    "split_heads",
-]
-
 
 class AttentionCall(NamedTuple):
     """The arguments of `ikkuna.numerics.layers.attention_row` for one call of an attention."""

@@ -21,16 +21,6 @@ from ikkuna.numerics.statistics.histogram import Buckets, Histograms
 from ikkuna.numerics.statistics.record import Records
 from ikkuna_subscribers._helpers.arguments import require_integers
 
-__all__ = [
-    "SIGMA_PERCENTILES",
-    "HistogramSubscriber",
-    "PercentileSubscriber",
-    "PrecisionSubscriber",
-    "QuantizationSubscriber",
-    "RowsSubscriber",
-]
-
-
 SIGMA_PERCENTILES = (0.13, 2.28, 15.87, 50.0, 84.13, 97.72, 99.87)
 """The percentiles of a normal distribution at -3, -2, … 3 standard deviations from its mean."""
 

@@ -15,9 +15,6 @@ from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.numerics.bits import bit_sum
 from ikkuna_subscribers._helpers.arguments import require_integers, require_parameter_kind
 
-__all__ = ["REPLICATED", "FingerprintSubscriber", "ReplicaSubscriber"]
-
-
 log = logging.getLogger("ikkuna")
 
 _STATES = (

@@ -12,8 +12,6 @@ from ikkuna.export.messages import ModuleMessage, NetworkMessage
 from ikkuna.export.subscriber import PlotSubscriber, Quantity
 from ikkuna_subscribers._helpers.arguments import require_integers
 
-__all__ = ["FreezeSubscriber"]
-
 log = logging.getLogger("ikkuna")
 
 

@@ -20,9 +20,6 @@ from ikkuna.numerics.geometry import dot, squared_norm
 from ikkuna.numerics.noise import RunningNoise, gradient_snr, pairwise_noise_scale, sign_agreement, signs_of
 from ikkuna_subscribers._helpers.arguments import SampleCount, require_integers
 
-__all__ = ["ClippingSubscriber", "GradientNoiseScaleSubscriber", "GradientSNRSubscriber", "SignAgreementSubscriber"]
-
-
 log = logging.getLogger("ikkuna")
 
 SQUARES, COUNT, PRODUCTS, PAIRS, FIRST = range(5)

@@ -19,8 +19,6 @@ from ikkuna.numerics.statistics.histogram import Buckets
 from ikkuna_subscribers._helpers.arguments import require_integers
 from ikkuna_subscribers._helpers.probe_subscriber import ProbeSubscriber
 
-__all__ = ["HessianSubscriber"]
-
 
 class _Measured(NamedTuple):
     """Results of an evaluation on the device: whether everything is finite, and the results of products."""

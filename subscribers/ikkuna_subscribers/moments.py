@@ -16,18 +16,6 @@ from ikkuna.numerics.statistics.record import Records
 from ikkuna.numerics.statistics.table import Values
 from ikkuna_subscribers._helpers.arguments import require_integers
 
-__all__ = [
-    "GlobalNormSubscriber",
-    "MeanSubscriber",
-    "MessageMeanSubscriber",
-    "MinMaxSubscriber",
-    "MomentsSubscriber",
-    "NormSubscriber",
-    "SparsitySubscriber",
-    "SumSubscriber",
-    "VarianceSubscriber",
-]
-
 
 class MeanSubscriber(SharedStatisticSubscriber):
     r"""The arithmetic mean of all elements of a tensor, :math:`\frac 1 n \sum_i x_i`.

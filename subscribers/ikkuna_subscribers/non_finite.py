@@ -18,9 +18,6 @@ from ikkuna.metrics.messages.batch import BatchNames
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS, MICRO_KINDS, PARAMETER_KINDS
 from ikkuna.numerics.elements import all_finite, has_numbers
 
-__all__ = ["CallOrder", "NonFiniteSubscriber", "Producer", "find_producer", "first_places", "site_of"]
-
-
 _MOST_CHANGES = 3
 _Site = tuple[str, str | None]
 

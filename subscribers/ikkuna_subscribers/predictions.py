@@ -19,15 +19,6 @@ from ikkuna.numerics.statistics.record import Records
 from ikkuna.support.undisturbed import undisturbed_randomness
 from ikkuna_subscribers._helpers.arguments import require_integers, scheduled_kind
 
-__all__ = [
-    "ConstantPredictionSubscriber",
-    "LossSubscriber",
-    "PerplexitySubscriber",
-    "PredictionSubscriber",
-    "TestAccuracySubscriber",
-    "TrainAccuracySubscriber",
-]
-
 
 class LossSubscriber(PlotSubscriber):
     """The loss: what the module given to ``set_loss`` returns, or else the scalar on which ``backward()`` is called.

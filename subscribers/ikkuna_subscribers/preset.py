@@ -21,8 +21,6 @@ from ikkuna_subscribers.spectrum import SpectralNormSubscriber
 from ikkuna_subscribers.training import LearningRateSubscriber, SpeedSubscriber
 from ikkuna_subscribers.updates import CosineSubscriber, DistanceFromInitSubscriber, RatioSubscriber
 
-__all__ = ["DefaultPreset", "EconomyPreset", "FullPreset"]
-
 _RECTIFIERS = ("ReLU", "ReLU6")
 _UPDATE = ["weight_updates", "weights"]
 

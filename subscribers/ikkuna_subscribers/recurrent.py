@@ -16,9 +16,6 @@ from ikkuna.metrics.messages.kinds import PARAMETER_KINDS
 from ikkuna.numerics.elements import readable
 from ikkuna.store.values import ModuleEntry
 
-__all__ = ["TIMESTEPS", "GateSubscriber", "RecurrentLayers", "TimestepGradientSubscriber"]
-
-
 _PARAMETER = re.compile(
     r"(?P<part>(?:weight|bias)_(?:ih|hh))(?P<ending>(?:_l\d+)?(?:_reverse)?)(?:_[gv]|\.original\d+)?"
 )

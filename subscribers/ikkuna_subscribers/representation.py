@@ -26,9 +26,6 @@ from ikkuna.store.values import Matrix
 from ikkuna_subscribers._helpers.arguments import require_integers
 from ikkuna_subscribers._helpers.probe_subscriber import EarlierResults, ProbeSubscriber
 
-__all__ = ["CKASubscriber", "DimensionSubscriber", "LayerSaturationSubscriber", "SVCCASubscriber"]
-
-
 _LEAST = 4  # the smallest batch for which the debiased estimate exists
 
 

@@ -16,9 +16,6 @@ from ikkuna.numerics.layers import dispatch_row, router_figures, router_row
 from ikkuna.numerics.prediction import z_loss_row
 from ikkuna_subscribers._helpers.arguments import require_integers
 
-__all__ = ["RouterSubscriber", "ZLossSubscriber"]
-
-
 _KINDS = (
     "router_entropy",
     "router_z_loss",

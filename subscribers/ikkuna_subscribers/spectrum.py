@@ -24,14 +24,6 @@ from ikkuna.numerics.spectrum import (
 )
 from ikkuna_subscribers._helpers.arguments import require_integers
 
-__all__ = [
-    "AlphaSubscriber",
-    "ConditionNumberSubscriber",
-    "RankSubscriber",
-    "SpectralNormSubscriber",
-    "SpectrumSubscriber",
-]
-
 
 class SpectrumSubscriber(PlotSubscriber):
     """A metric of the singular values of a tensor ``(out, in, ...)``, read as a matrix ``(out, in * ...)``.

@@ -14,8 +14,6 @@ from ikkuna.numerics.statistics.histogram import SIGMA, Histogram, together
 from ikkuna.store.values import ModuleEntry
 from ikkuna.support.modules import is_bias
 
-__all__ = ["StatisticsSubscriber"]
-
 _PARTS = {
     "weights": "weight/data",
     "biases": "bias/data",

@@ -19,15 +19,6 @@ from ikkuna.numerics.spike_score import SpikeScore
 from ikkuna.numerics.statistics import Record
 from ikkuna_subscribers._helpers.arguments import SampleCount
 
-__all__ = [
-    "LearningRateSubscriber",
-    "OptimizerStateSubscriber",
-    "RankSpreadSubscriber",
-    "SpeedSubscriber",
-    "SpikeScoreSubscriber",
-    "resident_peak",
-]
-
 
 class LearningRateSubscriber(PlotSubscriber):
     """The learning rates of the optimizers' parameter groups.

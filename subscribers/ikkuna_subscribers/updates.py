@@ -27,16 +27,6 @@ from ikkuna.numerics.geometry import (
 from ikkuna.support.modules import parameters_of
 from ikkuna_subscribers._helpers.arguments import TensorCopies, require_parameter_kind
 
-__all__ = [
-    "CosineSubscriber",
-    "DistanceFromInitSubscriber",
-    "EffectiveUpdateSubscriber",
-    "RatioSubscriber",
-    "TrustRatioSubscriber",
-    "UpdateSubscriber",
-    "WeightDecaySubscriber",
-]
-
 
 class UpdateSubscriber(PlotSubscriber):
     """A metric of each update and the weight before it; it keeps a copy of the weight during the step.

@@ -5,8 +5,6 @@ import argparse
 from ikkuna.cli.runs import add_muted_argument, add_run_argument, chosen_run
 from ikkuna.cli.terminal import Command, Terminal
 
-__all__ = ["command"]
-
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_argument(parser, several=True)

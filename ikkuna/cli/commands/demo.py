@@ -5,8 +5,6 @@ from pathlib import Path
 
 from ikkuna.cli.terminal import Command, Terminal
 
-__all__ = ["command"]
-
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-dir", default="run", help="the directory of the runs (default: run)")

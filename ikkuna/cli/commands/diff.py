@@ -10,8 +10,6 @@ from ikkuna.cli.terminal import Command, Terminal
 if TYPE_CHECKING:
     from ikkuna.report.difference import RunDifference
 
-__all__ = ["command"]
-
 _ROWS = 10
 
 

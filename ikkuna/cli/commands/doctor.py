@@ -7,8 +7,6 @@ from pathlib import Path
 
 from ikkuna.cli.terminal import Command, Terminal
 
-__all__ = ["command"]
-
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="write JSON instead of a table")

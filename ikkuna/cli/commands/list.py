@@ -9,8 +9,6 @@ from pathlib import Path
 
 from ikkuna.cli.terminal import Command, Terminal
 
-__all__ = ["GROUPS", "command", "describe_plugin", "plain_text"]
-
 GROUPS = {
     "subscribers": "ikkuna.export.subscriber",
     "presets": "ikkuna.presets",

@@ -5,8 +5,6 @@ import argparse
 from ikkuna.cli.runs import chosen_run
 from ikkuna.cli.terminal import Command, Terminal
 
-__all__ = ["command"]
-
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="RUN", help="the directory of a run that is being written")

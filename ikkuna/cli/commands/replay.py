@@ -15,8 +15,6 @@ from ikkuna.errors import ConfigError
 if TYPE_CHECKING:
     from ikkuna.flight_recorder.dump_reading import Dump
 
-__all__ = ["arguments_of_script", "command"]
-
 _NAMES = ("model", "loss", "optimizer", "step", "rules", "names")
 
 

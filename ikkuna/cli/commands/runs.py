@@ -6,8 +6,6 @@ from typing import Any
 
 from ikkuna.cli.terminal import Command, Terminal
 
-__all__ = ["command"]
-
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="LOGDIR", nargs="?", default="run", help="a directory of runs (default: run)")

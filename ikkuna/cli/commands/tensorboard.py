@@ -9,8 +9,6 @@ from pathlib import Path
 from ikkuna.cli.terminal import Command, Terminal
 from ikkuna.errors import ConfigError
 
-__all__ = ["command"]
-
 _LAST_PORT = 65535
 
 

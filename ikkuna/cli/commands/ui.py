@@ -4,8 +4,6 @@ import argparse
 
 from ikkuna.cli.terminal import Command, Terminal
 
-__all__ = ["command"]
-
 _LAST_PORT = 65535
 
 

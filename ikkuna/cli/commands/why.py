@@ -9,8 +9,6 @@ from ikkuna.cli.terminal import Command, Terminal
 if TYPE_CHECKING:
     from ikkuna.report.first_changes import FirstChanges
 
-__all__ = ["command"]
-
 _ROWS = 15
 
 

@@ -15,21 +15,6 @@ from ikkuna.numerics.statistics import Record, merge, needed_fields
 from ikkuna.numerics.statistics.host import measure
 from ikkuna.printable import printable
 
-__all__ = [
-    "DEFAULT",
-    "STATISTICS",
-    "Description",
-    "columns_of",
-    "fields_of",
-    "inner_product",
-    "known_statistic",
-    "power_norm",
-    "record_of",
-    "row_of",
-    "statistics_of",
-]
-
-
 _Statistic = tuple[tuple[str, ...], Callable[[Record, int], float]]
 
 

@@ -33,9 +33,6 @@ from ikkuna.support.files import atomic_file, atomic_path
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Arithmetic", "NetDict", "Pattern", "load", "matcher", "save", "select"]
-
-
 _SPECIAL = frozenset("*+?^$|\\()[]{}")
 
 Pattern = str | re.Pattern[str] | Sequence["str | re.Pattern[str]"] | None

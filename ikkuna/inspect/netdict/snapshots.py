@@ -16,20 +16,6 @@ from ikkuna.numerics.elements import as_float64
 from ikkuna.numerics.noise import NoiseScale, fit_noise_scale, noise_scale
 from ikkuna.support.modules import named_parameters
 
-__all__ = [
-    "compute_noise_scale",
-    "compute_stats",
-    "compute_trust_ratio",
-    "get_adam_update",
-    "get_grad",
-    "get_optimizer_state",
-    "get_update",
-    "get_weight",
-    "noise_scale_table",
-    "trust_ratio",
-    "two_batch_noise_scale",
-]
-
 
 def trust_ratio(
     w_prev: Mapping[str, Any],

@@ -30,9 +30,6 @@ from ikkuna.figures.style import (
 )
 from ikkuna.numerics.elements import to_array
 
-__all__ = ["draw_image", "features_2d", "layer_step_heatmap", "similarity_matrix"]
-
-
 _AXES = {"N": "sample", "T": "timestep", "C": "channel"}
 
 

@@ -26,8 +26,6 @@ from ikkuna.inspect.plot.images import draw_image
 from ikkuna.numerics.elements import to_array
 from ikkuna.support.modules import is_bias, named_parameters
 
-__all__ = ["Flow", "draw_flow", "flow_of", "gradient_flow", "net_heatmap", "net_histogram"]
-
 
 @dataclass(frozen=True)
 class Flow:

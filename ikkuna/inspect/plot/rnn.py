@@ -26,9 +26,6 @@ from ikkuna.inspect.plot.images import draw_image
 from ikkuna.inspect.probe.rnn import GATES, RNNWeights, get_rnn_weights
 from ikkuna.numerics.elements import to_array
 
-__all__ = ["RNNPanels", "rnn_heatmap", "rnn_histogram", "rnn_panels"]
-
-
 Array = NDArray[np.float64]
 
 

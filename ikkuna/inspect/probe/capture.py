@@ -21,20 +21,6 @@ from ikkuna.errors import ConfigError
 from ikkuna.support.modules import class_name, name_of, named_children, named_modules, unwrap
 from ikkuna.support.torch_internals import pytree
 
-__all__ = [
-    "Call",
-    "LayerId",
-    "Sequences",
-    "capture",
-    "find_layer",
-    "find_layers",
-    "first_tensor",
-    "leaves",
-    "mask_sequences",
-    "unroll",
-]
-
-
 LayerId = int | str | nn.Module
 _log = logging.getLogger(__name__)
 

@@ -14,17 +14,6 @@ from ikkuna.inspect.probe.capture import Call, LayerId, capture, find_layers, fi
 from ikkuna.support.modules import class_name, named_parameters
 from ikkuna.support.undisturbed import as_tensor, isolated, run_model, without_replica_wrappers
 
-__all__ = [
-    "checked_calls",
-    "choose_part",
-    "compute_loss",
-    "get_gradients",
-    "get_outputs",
-    "pad_value",
-    "sequence_summary",
-    "shape_result",
-]
-
 
 def compute_loss(output: Any, y: Any, loss_fn: Callable[..., Any] | None, sample_weight: Any = None) -> Tensor:
     """Return the loss of the `output` of a model.

@@ -13,9 +13,6 @@ from ikkuna.inspect.probe.outputs import get_gradients
 from ikkuna.support.modules import class_name, named_modules
 from ikkuna.support.undisturbed import undisturbed
 
-__all__ = ["GATES", "Gate", "RNNWeights", "find_rnn", "get_rnn_weights", "rnn_summary"]
-
-
 GATES = {"LSTM": ("input", "forget", "cell", "output"), "GRU": ("reset", "update", "new"), "RNN": ("hidden",)}
 """The gates of each kind of RNN, in the order in which PyTorch stacks their rows."""
 

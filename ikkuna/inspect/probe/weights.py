@@ -17,21 +17,6 @@ from ikkuna.numerics.elements import as_float64, to_array
 from ikkuna.support.modules import named_modules, named_parameters
 from ikkuna.support.undisturbed import undisturbed
 
-__all__ = [
-    "ChannelHealth",
-    "Penalty",
-    "Vanishing",
-    "channel_correlation",
-    "channel_health",
-    "detect_nans",
-    "effective",
-    "get_weights",
-    "vanishing",
-    "weight_penalties",
-    "weights_norm",
-]
-
-
 _STATS: Mapping[str, Callable[[Tensor], Tensor]] = {"max": torch.max, "mean": torch.mean}
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 

@@ -17,8 +17,6 @@ from ikkuna.numerics.curvature.lanczos import Matvec, random_signs
 from ikkuna.numerics.curvature.second_derivative import twice_differentiable
 from ikkuna.numerics.elements import as_float64
 
-__all__ = ["HessianProduct", "Trace", "hutchinson_trace", "quadratic_forms", "trace_of"]
-
 
 class HessianProduct:
     r"""The function :math:`v \mapsto H v`, with :math:`H` the Hessian of a loss with respect to parameters.

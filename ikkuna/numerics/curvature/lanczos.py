@@ -12,19 +12,6 @@ from torch import Tensor
 
 from ikkuna.numerics.elements import as_float64, on_device
 
-__all__ = [
-    "Coefficients",
-    "Density",
-    "Matvec",
-    "Ritz",
-    "density_of",
-    "lanczos",
-    "lanczos_coefficients",
-    "random_signs",
-    "ritz_of",
-    "spectral_density",
-]
-
 Matvec = Callable[[Tensor], Tensor]
 """A function from ``(size,)`` to ``(size,)`` that multiplies by a symmetric matrix."""
 _PART = 65_536

@@ -25,9 +25,6 @@ from torch.overrides import TorchFunctionMode
 from ikkuna.numerics.elements import is_plain
 from ikkuna.support.torch_internals import saves_tensors_elsewhere
 
-__all__ = ["batch_norm", "convolution", "twice_differentiable"]
-
-
 _aten = torch.ops.aten
 
 

@@ -30,19 +30,6 @@ from ikkuna.numerics.elements import (
 )
 from ikkuna.numerics.statistics.native import Library, library
 
-__all__ = [
-    "SAMPLE",
-    "WORTH_SAMPLING",
-    "add_codes",
-    "bin_edges",
-    "codes",
-    "draw_seed",
-    "half_size",
-    "merge_codes",
-    "sample",
-    "sampled_codes",
-]
-
 SAMPLE = 65_536
 """Number of elements in a sample."""
 

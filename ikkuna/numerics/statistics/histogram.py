@@ -16,9 +16,6 @@ from ikkuna.numerics.elements import all_finite, flatten, host_array, readable
 from ikkuna.numerics.statistics.float_code import bin_edges, codes, half_size
 from ikkuna.numerics.statistics.record import Record, Records
 
-__all__ = ["SIGMA", "Buckets", "Histogram", "Histograms", "percentiles", "together"]
-
-
 _Floats = NDArray[np.float64]
 _Indices = NDArray[np.intp]
 _BLOCK = 64  # sets: arrays of 2 MiB, which stay in a cache

@@ -24,9 +24,6 @@ from ikkuna.numerics.statistics.native import Library, library
 from ikkuna.numerics.statistics.record import HISTOGRAMS, Record, needed_fields, record_of
 from ikkuna.numerics.statistics.table import COLUMNS, EMPTY, Values, empty_rows, merge_rows, repeat_rows, row_of
 
-__all__ = ["HostStatistics", "measure", "measure_eagerly"]
-
-
 _LONG, _PIECE = 1 << 20, 1 << 10
 _WIDE = frozenset((torch.float32, torch.float64))
 _SQUARES = needed_fields(("sumsq",))

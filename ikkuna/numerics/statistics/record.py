@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, EMPTY, Values, merge_rows, rows_of
 
-__all__ = ["EXACT_COUNTS", "FIELDS", "HISTOGRAMS", "Record", "Records", "merge", "needed_fields", "record_of"]
-
 FIELDS = (
     *("n", "mean", "m2", "m3", "m4", "min", "max", "finite_min", "finite_max"),
     *("l1", "sumsq", "zeros", "nans", "infs", "codes", "sampled_codes"),

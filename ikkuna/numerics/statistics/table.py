@@ -22,25 +22,6 @@ from torch import Tensor
 
 from ikkuna.numerics.elements import on_device
 
-__all__ = [
-    "CHUNK",
-    "COLUMN",
-    "COLUMNS",
-    "EMPTY",
-    "STATE",
-    "Values",
-    "combine",
-    "empty_rows",
-    "merge_moments",
-    "merge_rows",
-    "observe",
-    "parts",
-    "repeat_rows",
-    "row_of",
-    "rows_of",
-]
-
-
 A = TypeVar("A", NDArray[np.float64], Tensor)
 
 CHUNK = 1 << 20

@@ -10,8 +10,6 @@ from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage, NetworkMessage
 from ikkuna.metrics.messages.kinds import PARAMETER_KINDS, STATE_PREFIXES
 
-__all__ = ["SampleCount", "TensorCopies", "require_integers", "require_parameter_kind", "scheduled_kind"]
-
 
 def require_integers(owner: str, least: int = 1, **numbers: object) -> None:
     """Raise an error if one of `numbers` is not an integer of at least `least`.

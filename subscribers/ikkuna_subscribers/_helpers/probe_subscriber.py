@@ -17,9 +17,6 @@ from ikkuna.export.messages import ModuleMessage, NetworkMessage
 from ikkuna.export.subscriber import Pending, PlotSubscriber
 from ikkuna_subscribers._helpers.arguments import require_integers, scheduled_kind
 
-__all__ = ["EarlierResults", "ProbeData", "ProbeSubscriber", "first_tensor"]
-
-
 T = TypeVar("T")
 _NAMES = ("previous", "init")
 

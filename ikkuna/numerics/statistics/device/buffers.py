@@ -10,17 +10,6 @@ from torch import Tensor
 from ikkuna.numerics.statistics.float_code import half_size
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, Values
 
-__all__ = [
-    "CODES",
-    "CodeCounts",
-    "CountBuffer",
-    "CountOwner",
-    "ImpreciseRows",
-    "KernelRows",
-    "RowBuffers",
-    "UsedStreams",
-]
-
 
 class UsedStreams:
     """Remembers streams, so that what follows can wait for them on the device.

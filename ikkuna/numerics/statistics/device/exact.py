@@ -32,19 +32,6 @@ from torch import Tensor
 from ikkuna.numerics.elements import flatten, has_float64, on_device, pieces, readable
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, EMPTY, Values, merge_rows, repeat_rows, row_of
 
-__all__ = [
-    "CHUNK",
-    "ExactRow",
-    "ExactRows",
-    "decode_exact",
-    "exact_sums",
-    "measure_exactly",
-    "measure_in_float32",
-    "split_weight",
-    "sum_of",
-]
-
-
 CHUNK = 1 << 18
 """The most elements that are measured together."""
 

@@ -14,8 +14,6 @@ from ikkuna.numerics.statistics.device.triton_launcher import TensorList, Triton
 from ikkuna.numerics.statistics.float_code import SAMPLE, WORTH_SAMPLING, draw_seed
 from ikkuna.numerics.statistics.record import HISTOGRAMS
 
-__all__ = ["KernelStatistics"]
-
 _NONE: list[int] = []
 
 

@@ -26,19 +26,6 @@ from ikkuna.numerics.statistics.float_code import merge_codes
 from ikkuna.numerics.statistics.record import EXACT_COUNTS
 from ikkuna.numerics.statistics.table import COLUMN, EMPTY, Values, merge_rows
 
-__all__ = [
-    "DROPPED",
-    "DeviceRows",
-    "ReducedTensor",
-    "accepts",
-    "accepts_list",
-    "decode",
-    "reduce",
-    "reduce_list",
-    "split",
-]
-
-
 _DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _HIGHER = frozenset(("m3", "m4"))
 _MOMENTS = frozenset(("mean", "m2"))

@@ -18,8 +18,6 @@ from ikkuna.numerics.statistics.float_code import add_codes, merge_codes
 from ikkuna.numerics.statistics.record import HISTOGRAMS, Record, record_of
 from ikkuna.numerics.statistics.table import EMPTY
 
-__all__ = ["DeviceStatistics"]
-
 _MOST_COUNTS = 2048  # histograms that wait to be merged, 32 MiB
 _NUMBER = frozenset(("n",))
 _SAMPLED = frozenset(("sampled_codes",))

@@ -18,23 +18,6 @@ from ikkuna.numerics.statistics.table import COLUMNS, merge_rows
 from ikkuna.support.failures import log
 from ikkuna.support.torch_internals import is_transformed
 
-__all__ = [
-    "BLOCK",
-    "DTYPES",
-    "Chunks",
-    "KernelTables",
-    "Order",
-    "TensorList",
-    "TritonKernels",
-    "histograms_of",
-    "launch",
-    "level_of",
-    "shares_of",
-    "triton_kernels",
-    "warm_up",
-]
-
-
 BLOCK = 2048
 """Elements of a tile; with twice as many, kernels for sm_90 do not fit into the registers."""
 

@@ -23,9 +23,6 @@ from ikkuna.support.native import Compiler, build_library, joined_source, stored
 from ikkuna.support.threads import BackgroundThread
 from ikkuna.support.torch_internals import GLOBAL_FORWARD_HOOKS
 
-__all__ = ["GRADIENTS", "MICRO_GRADIENTS", "OUTPUTS", "Function", "HookFunctions", "Permits", "hook_functions"]
-
-
 Function = Callable[[Any, Any], bool]
 """A native function of the arguments and the output of a module that returns whether it has recorded them."""
 

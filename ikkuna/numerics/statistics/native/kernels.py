@@ -24,19 +24,6 @@ from ikkuna.support.torch_internals import (
     parallel_for,
 )
 
-__all__ = [
-    "DTYPES",
-    "NOTHING",
-    "PYTHON",
-    "VARIANTS",
-    "Library",
-    "ListMemory",
-    "TensorReader",
-    "flags_of",
-    "library",
-]
-
-
 _NAMES = (TENSOR_ADDRESS, "is_neg", "requires_grad")
 _Flags = NDArray[np.int32]
 _Rows = NDArray[np.int64]

@@ -8,9 +8,6 @@ Number, mean and central moments of sets of numbers.
 import triton
 import triton.language as tl
 
-__all__ = ["as_float32", "count_codes", "measure_chunk", "merge_moments", "tile_moments", "write_row"]
-
-
 HALF = tl.constexpr(2048)  # the number of float codes of either sign, see `ikkuna.numerics.statistics.float_code`
 SHIFT = tl.constexpr(20)  # a code has 3 bits of the mantissa
 

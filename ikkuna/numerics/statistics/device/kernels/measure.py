@@ -11,9 +11,6 @@ from ikkuna.numerics.statistics.device.kernels.chunks import (
     write_row,
 )
 
-__all__ = ["measure_list", "measure_one", "merge_codes", "merge_rows", "sample_list", "sample_one"]
-
-
 WIDTH = tl.constexpr(14)  # columns of a row
 CODES = tl.constexpr(4096)
 
