@@ -5,6 +5,7 @@ Each fault has a label, which was committed before any program was run:
 - *cause*: the cause, in the words of a user;
 - *module*: the name of the module at fault, or None where there is no such module;
 - *knowable*: whether one run shows the cause to an observer of model, batch, loss and optimizer;
+- *why*: by which observation it is knowable, or why it is not (the later set states this for each program);
 - *report*: the address of the published bug report that the program is rebuilt from, if it is.
 """
 
@@ -26,6 +27,7 @@ class Case:
     module: str | None = None
     knowable: bool = True
     report: str = ""
+    why: str = ""
 
     @property
     def name(self) -> str:
@@ -41,11 +43,11 @@ def add(case: Case) -> None:
     CASES[case.name] = case
 
 
-def fault(family: str, cause: str, module: str | None = None, knowable: bool = True, report: str = ""):
+def fault(family: str, cause: str, module: str | None = None, knowable: bool = True, report: str = "", why: str = ""):
     """Register a program with a fault, with its label."""
 
     def decorate(build: Callable[[], Program]) -> Callable[[], Program]:
-        add(Case(build, family, False, cause, module, knowable, report))
+        add(Case(build, family, False, cause, module, knowable, report, why))
         return build
 
     return decorate
@@ -61,8 +63,16 @@ def healthy(family: str):
     return decorate
 
 
-def cases() -> dict[str, Case]:
-    """Return all cases by name, the faults first."""
-    for topic in ("supervised", "sequences", "generative", "other_models", "loops", "reports", "sound", "sound_more"):
-        importlib.import_module(f"{__name__}.{topic}")
-    return CASES
+#: the files of each set; the rules were developed after the first set was known, and before the later one was
+SETS = {
+    "first": ("supervised", "sequences", "generative", "other_models", "loops", "reports", "sound", "sound_more"),
+    "later": ("later_supervised", "later_sequences", "later_generative", "later_loops"),
+}
+
+
+def cases(*chosen: str) -> dict[str, Case]:
+    """Return the cases of these sets by name, the faults of the first set first; without arguments those of the first set."""
+    topics = [f"{__name__}.{topic}" for name in chosen or ("first",) for topic in SETS[name]]
+    for topic in topics:
+        importlib.import_module(topic)
+    return {name: case for name, case in CASES.items() if case.build.__module__ in topics}

@@ -1,7 +1,7 @@
 """Run the programs as the README says, with the default options, and write what was found.
 
-``python -m tests.diagnosis.unseen [-o FILE] [NAME…]`` watches each program, checks a second copy of it before the first step,
-and writes the findings of both as JSON.
+``python -m tests.diagnosis.unseen [--set later] [-o FILE] [NAME…]`` watches each program, checks a second copy of it before
+the first step, and writes the findings of both as JSON.
 """
 
 import argparse
@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 import ikkuna
-from tests.diagnosis.unseen import Case, cases
+from tests.diagnosis.unseen import SETS, Case, cases
 
-RESULTS = Path(__file__).parent / "results.json"
+RESULTS = {"first": "results.json", "later": "later_results.json"}
 
 
 def rows(findings) -> list[dict]:
@@ -83,16 +83,17 @@ def write(path: Path, results: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.diagnosis.unseen", description=__doc__)
-    parser.add_argument("-o", "--output", type=Path, default=RESULTS)
+    parser.add_argument("--set", choices=SETS, default="first")
+    parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("names", nargs="*")
     chosen = parser.parse_args()
-    output = chosen.output.absolute()
+    output = (chosen.output or Path(__file__).parent / RESULTS[chosen.set]).absolute()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     results = json.loads(output.read_text()) if chosen.names and output.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        for name, case in cases().items():
+        for name, case in cases(chosen.set).items():
             if not chosen.names or name in chosen.names:
                 results[name] = run(case)
                 write(output, results)

@@ -10,7 +10,7 @@ import json
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from tests.diagnosis.unseen import Case, cases
+from tests.diagnosis.unseen import SETS, Case, cases
 
 FOLDER = Path(__file__).parent
 COLUMNS = ("watch", "preflight")
@@ -51,7 +51,7 @@ def verdict(case: Case, result: dict[str, list[dict]], judged: dict, columns: tu
 def verdicts(results: dict, judgements: dict, columns: tuple[str, ...] = COLUMNS) -> dict[str, str]:
     return {
         name: verdict(case, results[name], judgements.get(name, {}), columns)
-        for name, case in cases().items()
+        for name, case in cases(*SETS).items()
         if not case.healthy and name in results
     }
 
@@ -60,7 +60,7 @@ def accused(results: dict) -> dict[str, list[tuple[str, dict]]]:
     """Return the warnings and errors on healthy programs, each with its column."""
     loud = {
         name: [(column, f) for column in COLUMNS for f in results[name][column] if f["severity"] in LOUD]
-        for name, case in cases().items()
+        for name, case in cases(*SETS).items()
         if case.healthy and name in results
     }
     return {name: found for name, found in loud.items() if found}
@@ -69,7 +69,9 @@ def accused(results: dict) -> dict[str, list[tuple[str, dict]]]:
 def strays(results: dict, judgements: dict) -> list[tuple[str, str]]:
     """Return program and rule of each warning and error on a program with a fault that is neither its cause nor a symptom."""
     found = []
-    for name, case in cases().items():
+    for name, case in cases(*SETS).items():
+        if name not in results:
+            continue
         judged = judgements.get(name, {})
         known = [*judged.get("right", ()), *judged.get("symptom", ())]
         for column in () if case.healthy else COLUMNS:
@@ -81,10 +83,11 @@ def strays(results: dict, judgements: dict) -> list[tuple[str, str]]:
 def table(results: dict, judgements: dict) -> list[tuple[str, ...]]:
     """Return the counts of verdicts by family, for knowable causes, with a head and two last rows for all families."""
     counts: dict[str, Counter] = defaultdict(Counter)
+    known = cases(*SETS)
     for columns, whole in ((COLUMNS, "all"), (("watch",), "all, by ``ikkuna.watch`` alone")):
         for name, result in verdicts(results, judgements, columns).items():
-            for group in (cases()[name].family, whole) if columns is COLUMNS else (whole,):
-                counts[group][result] += cases()[name].knowable
+            for group in (known[name].family, whole) if columns is COLUMNS else (whole,):
+                counts[group][result] += known[name].knowable
     ordered = sorted(counts, key=lambda group: group.startswith("all"))
     rows = [(group, str(counts[group].total()), *(str(counts[group][v]) for v in ORDER)) for group in ordered]
     return [("family", "kinds", *ORDER), *rows]

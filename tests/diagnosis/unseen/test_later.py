@@ -1,0 +1,34 @@
+"""The later set of programs: its labels are complete, and its stored results are judged; the measurement is a command."""
+
+import pytest
+import torch
+
+from tests.diagnosis.unseen import cases
+
+LATER = cases("later")
+FAULTS = {name: case for name, case in LATER.items() if not case.healthy}
+
+
+def test_there_are_enough_kinds_and_families():
+    knowable = [case for case in FAULTS.values() if case.knowable]
+    assert len(knowable) >= 70
+    assert len({case.family for case in knowable}) >= 14
+
+
+def test_no_program_is_in_both_sets():
+    assert not set(LATER) & set(cases("first"))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_label_states_cause_and_reason(name):
+    assert FAULTS[name].cause
+    assert FAULTS[name].why
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_the_program_can_be_built_and_its_module_exists(name):
+    torch.manual_seed(0)
+    program, module = LATER[name].build(), LATER[name].module
+    modules, parameters = dict(program.model.named_modules()), dict(program.model.named_parameters())
+    assert parameters
+    assert module is None or module in modules or module in parameters
