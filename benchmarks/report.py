@@ -4,7 +4,7 @@ Times are process CPU time on one thread, of a new process for each report, whic
 The findings are stored, as those of a run that was trained with rules; without them, the rules judge every step again.
 A training of 10,000 steps with the default preset has 1,000 sampled steps.
 
-    python benchmarks/report.py [--sizes 10x10000 100x10000 1000x1000]
+    python benchmarks/report.py [--sizes 10x10000 100x10000 1000x1000 1000x10000]
 """
 
 import argparse

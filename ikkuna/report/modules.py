@@ -15,6 +15,7 @@ from ikkuna.report.charts import ReportChart, ReportCurve, chart_of, reduced_mat
 from ikkuna.report.content import RunContent
 from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
 from ikkuna.store import StoredRun
+from ikkuna.store.names import Series
 from ikkuna.store.quantity import Quantity
 from ikkuna.store.sparkline import svg_sparkline
 from ikkuna.store.values import ModuleEntry, ModuleOrder
@@ -99,8 +100,8 @@ def presence(run: StoredRun, kind: str, names: Sequence[str], steps: NDArray[np.
     """Return which values of a matrix are there: (names, steps)."""
     present = np.zeros((len(names), len(steps)), bool)
     for row, name in zip(present, names, strict=True):
-        own = run.series(kind, name).steps
-        row[slice(None) if len(own) == len(steps) else np.searchsorted(steps, own)] = True
+        is_whole = run.size(Series(kind, name)) == len(steps)
+        row[slice(None) if is_whole else np.searchsorted(steps, run.series(kind, name).steps)] = True
     return present
 
 

@@ -122,15 +122,17 @@ class EventColumns(NamedTuple):
         The time of each event, in seconds since 1970.
     tags : list of str
         The tags.
-    tag, event : ndarray (scalars,)
-        For each scalar the number of its tag and that of its event.
+    bounds : ndarray (tags + 1,)
+        For each tag the number of scalars before its own; the last is the number of all scalars.
+    event : ndarray (scalars,)
+        The number of each scalar's event; scalars are grouped by their tags.
     value : ndarray (scalars,)
         The scalars, in single precision.
     others : ndarray (values, 5)
         For each other value the number of its tag, that of its event, the field of ``Summary.Value`` that has it, and the
         position and size of the ``Summary.Value`` in the file.
     starts : ndarray (sessions, 3)
-        For each ``SessionLog.START`` the step from which on it replaces earlier values, and how many scalars and other values
+        For each ``SessionLog.START`` the step from which on it replaces earlier values, and how many events and other values
         are before it.
     lost : int
         Number of damaged bytes.
@@ -139,7 +141,7 @@ class EventColumns(NamedTuple):
     steps: NDArray[np.int64]
     times: NDArray[np.float64]
     tags: list[str]
-    tag: NDArray[np.int32]
+    bounds: NDArray[np.int64]
     event: NDArray[np.int32]
     value: NDArray[np.floating[Any]]
     others: NDArray[np.int64]
@@ -175,7 +177,7 @@ class PythonScanner:
         self._others: list[tuple[int, int, int, int, int]] = []
         self._starts: list[tuple[int, int, int]] = []
         self._templates: dict[int, list[_Template]] = {}
-        self._count = self._lost = 0
+        self._lost = 0
 
     def scan(self, data: bytes, place: int, is_end: bool) -> int:
         """Read a part of the file, and return how many of its bytes are done with."""
@@ -205,9 +207,8 @@ class PythonScanner:
             elif field == 5 and isinstance(value, bytes):
                 scalars.append(self._read_summary(value, place + at, others))
         if starts:
-            self._starts.append((step, self._count, len(self._others)))
-        count = sum(len(tags) for tags, _ in scalars)
-        if not count and not others:
+            self._starts.append((step, len(self._steps), len(self._others)))
+        if not any(len(tags) for tags, _ in scalars) and not others:
             return
         event = len(self._steps)
         self._steps.append(step)
@@ -217,7 +218,6 @@ class PythonScanner:
             self._tag.append(tags)
             self._value.append(values)
             self._event.append(np.full(len(tags), event, np.int32))
-        self._count += count
 
     def _read_summary(
         self, data: bytes, place: int, others: list[tuple[int, int, int, int]]
@@ -258,13 +258,15 @@ class PythonScanner:
 
     def columns(self) -> EventColumns:
         """Return everything that has been read."""
+        tag = np.concatenate(self._tag or [np.empty(0, np.int32)])
+        order = np.argsort(tag, kind="stable")
         return EventColumns(
             np.array(self._steps, np.int64),
             np.array(self._times, np.float64),
             [name.decode(errors="replace") for name in self._ids],
-            np.concatenate(self._tag or [np.empty(0, np.int32)]),
-            np.concatenate(self._event or [np.empty(0, np.int32)]),
-            np.concatenate(self._value or [np.empty(0, np.float32)]),
+            np.concatenate([[0], np.cumsum(np.bincount(tag, minlength=len(self._ids)))]),
+            np.concatenate(self._event or [np.empty(0, np.int32)])[order],
+            np.concatenate(self._value or [np.empty(0, np.float32)])[order],
             np.array(self._others, np.int64).reshape(-1, OTHER_FIELDS),
             np.array(self._starts, np.int64).reshape(-1, START_FIELDS),
             self._lost,
@@ -385,16 +387,16 @@ class NativeScanner:
         self._functions["events_sizes"](self._scanner, sizes.ctypes.data)
         events, scalars, others, starts, tags, names_size, lost = sizes.tolist()
         steps, times = np.empty(events, np.int64), np.empty(events, np.float64)
-        tag, event = np.empty(scalars, np.int32), np.empty(scalars, np.int32)
+        bounds, event = np.empty(tags + 1, np.int64), np.empty(scalars, np.int32)
         value = np.empty(scalars, np.float32)
         other = np.empty((others, OTHER_FIELDS), np.int64)
         start = np.empty((starts, START_FIELDS), np.int64)
         ends, names = np.empty(tags, np.int64), np.empty(names_size, np.uint8)
-        arrays = steps, times, tag, event, value, other, start, ends, names
+        arrays = steps, times, bounds, event, value, other, start, ends, names
         self._functions["events_copy"](self._scanner, *(array.ctypes.data for array in arrays))
-        text, bounds = names.tobytes(), [0, *ends.tolist()]
-        found = [text[a:b].decode(errors="replace") for a, b in itertools.pairwise(bounds)]
-        return EventColumns(steps, times, found, tag, event, value, other, start, lost)
+        text, limits = names.tobytes(), [0, *ends.tolist()]
+        found = [text[a:b].decode(errors="replace") for a, b in itertools.pairwise(limits)]
+        return EventColumns(steps, times, found, bounds, event, value, other, start, lost)
 
     def close(self) -> None:
         """Free the memory of the scanner."""
@@ -403,7 +405,7 @@ class NativeScanner:
             self._functions["events_close"](scanner)
 
 
-_CHUNK = 1 << 25
+_CHUNK = 1 << 22  # so much memory is used again and again, instead of new pages
 
 
 class EventFile:

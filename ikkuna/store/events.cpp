@@ -7,6 +7,7 @@
 #include <cstring>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -112,16 +113,22 @@ struct Fields {
     }
 };
 
+// The scalars of a tag: the number of the event of each, and their values.
+struct Scalars {
+    std::vector<int32_t> event;
+    std::vector<float> value;
+};
+
 struct Scanner {
     // events
     std::vector<int64_t> step;
     std::vector<double> time;
-    // scalars
-    std::vector<int32_t> tag, event;
-    std::vector<float> value;
+    // scalars: of each tag, and of the event that is being read
+    std::vector<Scalars> scalars;
+    std::vector<std::pair<int32_t, float>> found;
     // other values: tag, event, field number, place and size of the Summary.Value
     std::vector<int64_t> other;
-    // starts of sessions: step, number of scalars before, number of other values before
+    // starts of sessions: step, number of events before, number of other values before
     std::vector<int64_t> start;
     // tags
     std::unordered_map<std::string, int32_t> ids;
@@ -130,7 +137,7 @@ struct Scanner {
     std::vector<int32_t> after;   // the tag that followed this one the last time, for a cheap guess
     std::string wanted;
     int32_t latest = -1;
-    int64_t lost = 0, budget = 0;
+    int64_t lost = 0, budget = 0, count = 0;
 
     int32_t id_of(const uint8_t *data, int64_t size) {
         if (latest >= 0) {
@@ -151,6 +158,7 @@ struct Scanner {
             names += wanted;
             ends.push_back(static_cast<int64_t>(names.size()));
             after.push_back(-1);
+            scalars.emplace_back();
         }
         if (latest >= 0) after[latest] = id;
         return latest = id;
@@ -174,19 +182,18 @@ struct Scanner {
         }
         if (!fields.is_valid) return false;
         if (!kind) return true;
-        int32_t id = id_of(name, name_size), now = static_cast<int32_t>(step.size());
+        int32_t id = id_of(name, name_size);
         if (kind == 2) {
-            tag.push_back(id);
-            event.push_back(now);
-            value.push_back(number);
+            found.emplace_back(id, number);
         } else {
-            other.insert(other.end(), {id, now, kind, place, size});
+            other.insert(other.end(), {id, static_cast<int64_t>(step.size()), kind, place, size});
         }
         return true;
     }
 
     bool read_event(const uint8_t *data, int64_t size, int64_t place) {
-        size_t scalars = value.size(), others = other.size();
+        size_t others = other.size();
+        found.clear();
         int64_t own_step = 0;
         double own_time = 0;
         bool starts = false, is_valid = true;
@@ -209,15 +216,18 @@ struct Scanner {
             }
         }
         if (!is_valid || !fields.is_valid) {
-            tag.resize(scalars);
-            event.resize(scalars);
-            value.resize(scalars);
             other.resize(others);
             return false;
         }
         if (starts)
-            start.insert(start.end(), {own_step, static_cast<int64_t>(scalars), static_cast<int64_t>(others / 5)});
-        if (value.size() > scalars || other.size() > others) {
+            start.insert(start.end(), {own_step, static_cast<int64_t>(step.size()), static_cast<int64_t>(others / 5)});
+        int32_t now = static_cast<int32_t>(step.size());
+        for (auto [tag, number] : found) {
+            scalars[tag].event.push_back(now);
+            scalars[tag].value.push_back(number);
+        }
+        count += static_cast<int64_t>(found.size());
+        if (!found.empty() || other.size() > others) {
             step.push_back(own_step);
             time.push_back(own_time);
         }
@@ -292,7 +302,7 @@ int64_t events_scan(void *scanner, const uint8_t *data, int64_t size, int64_t pl
 void events_sizes(void *scanner, int64_t *out) {
     const Scanner &s = *static_cast<Scanner *>(scanner);
     out[0] = static_cast<int64_t>(s.step.size());
-    out[1] = static_cast<int64_t>(s.value.size());
+    out[1] = s.count;
     out[2] = static_cast<int64_t>(s.other.size() / 5);
     out[3] = static_cast<int64_t>(s.start.size() / 3);
     out[4] = static_cast<int64_t>(s.ends.size());
@@ -300,14 +310,20 @@ void events_sizes(void *scanner, int64_t *out) {
     out[6] = s.lost;
 }
 
-void events_copy(void *scanner, void *step, void *time, void *tag, void *event, void *value, void *other, void *start,
-                 void *ends, void *names) {
+// Copy everything; scalars are grouped by their tags, and `bounds` has for each tag the number of scalars before its own.
+void events_copy(void *scanner, void *step, void *time, int64_t *bounds, int32_t *event, float *value, void *other,
+                 void *start, void *ends, void *names) {
     const Scanner &s = *static_cast<Scanner *>(scanner);
     copy(s.step, step);
     copy(s.time, time);
-    copy(s.tag, tag);
-    copy(s.event, event);
-    copy(s.value, value);
+    int64_t before = 0;
+    for (const Scalars &each : s.scalars) {
+        *bounds++ = before;
+        copy(each.event, event + before);
+        copy(each.value, value + before);
+        before += static_cast<int64_t>(each.value.size());
+    }
+    *bounds = before;
     copy(s.other, other);
     copy(s.start, start);
     copy(s.ends, ends);

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -34,95 +34,136 @@ _LAST = np.iinfo(np.int64).max
 
 @dataclass(slots=True)
 class ValuePart:
-    """The values of the files of one writer, in the order in which they were written.
+    """The values of a file, grouped by series; those of a series are in the order in which they were written.
 
     Parameters
     ----------
-    series : ndarray (values,)
-        The number of each value's series.
-    steps, values, times : ndarray (values,)
-        Step, value and time.
-    restarts : list of (int, int)
-        For each restart how many values are before it, and the step from which on they are replaced.
+    series : ndarray (groups,)
+        The number of each group's series; -1 if its values are no series.
+    bounds : ndarray (groups + 1,)
+        The number of values before each group, and the number of all values.
+    event : ndarray (values,)
+        The number of each value's event.
+    values : ndarray (values,)
+        The values.
+    steps, times : ndarray (events,)
+        Step and time of each event.
+    session : ndarray (events,)
+        The number of restarts before each event.
+    is_kept : ndarray (events,), optional
+        Whether no restart after the event has replaced it; ``None`` if none is replaced.
     """
 
     series: NDArray[np.int32]
+    bounds: NDArray[np.int64]
+    event: NDArray[np.int32]
+    values: NDArray[np.floating[Any]]
     steps: NDArray[np.int64]
-    values: NDArray[np.float64]
     times: NDArray[np.float64]
-    restarts: list[tuple[int, int]] = field(default_factory=list)
+    session: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    is_kept: NDArray[np.bool_] | None = None
 
-    def sessions(self) -> NDArray[np.int32]:
-        """Return for each value the number of restarts before it."""
-        places = [place for place, _ in self.restarts]
-        return np.searchsorted(np.array(places, np.int64), np.arange(len(self.series)), "right").astype(np.int32)
+    def sizes(self) -> NDArray[np.int64]:
+        """Return the number of values of each group, without replaced ones."""
+        if self.is_kept is None:
+            return np.diff(self.bounds)
+        before = np.concatenate([[0], np.cumsum(self.is_kept[self.event])])
+        return np.diff(before[self.bounds])
 
-    def valid(self) -> NDArray[np.bool_]:
-        """Return for each value whether no restart after it has replaced it.
+    def group(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+        """Return steps, values and times of a group, without replaced ones."""
+        part = slice(self.bounds[number], self.bounds[number + 1])
+        event, values = self.event[part], self.values[part]
+        if self.is_kept is not None:
+            mask = self.is_kept[event]
+            event, values = event[mask], values[mask]
+        return self.steps[event], values.astype(np.float64), self.times[event]
 
-        Examples
-        --------
-        >>> steps = np.array([0, 1, 2, 1, 2])
-        >>> part = ValuePart(np.zeros(5, np.int32), steps, np.ones(5), np.ones(5), [(3, 1)])
-        >>> part.valid().tolist()
-        [True, False, False, True, True]
-        """
-        steps = np.array([step for _, step in self.restarts] + [_LAST], np.int64)
-        first = np.minimum.accumulate(steps[::-1])[::-1]  # the first step that any later restart replaces
-        kept: NDArray[np.bool_] = self.steps < first[self.sessions()]
-        kept |= first[self.sessions()] == _LAST
-        return kept
-
-    def kept(self) -> "ValuePart":
-        """Return the values that no restart has replaced."""
-        if not self.restarts:
-            return self
-        mask = self.valid()
-        return ValuePart(self.series[mask], self.steps[mask], self.values[mask], self.times[mask])
+    def session_columns(
+        self, session: int, wanted: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.float64]]:
+        """Return series, steps and values of a session, one event after another; `wanted` says which series."""
+        sizes = np.diff(self.bounds)
+        is_wanted = np.append(wanted, False)[self.series]  # the last one is that of -1
+        chosen = np.flatnonzero(np.repeat(is_wanted, sizes))
+        chosen = chosen[self.session[self.event[chosen]] == session]
+        chosen = chosen[np.argsort(self.event[chosen], kind="stable")]
+        series = np.repeat(self.series, sizes)[chosen]
+        return series, self.steps[self.event[chosen]], self.values[chosen].astype(np.float64)
 
 
-def joined(parts: Sequence[ValuePart]) -> ValuePart:
-    """Return parts as one; their restarts are positions in it."""
+def grouped(series: Sequence[int], steps: Sequence[int], values: Sequence[float], times: Sequence[float]) -> ValuePart:
+    """Return values, each an event of its own, as a part."""
+    numbers = np.array(series, np.int32)
+    order = np.argsort(numbers, kind="stable").astype(np.int32)
+    groups, sizes = np.unique(numbers, return_counts=True)
+    bounds = np.concatenate([[0], np.cumsum(sizes)])
     return ValuePart(
-        _joined([part.series for part in parts], np.int32),
-        _joined([part.steps for part in parts], np.int64),
-        _joined([part.values for part in parts], np.float64),
-        _joined([part.times for part in parts], np.float64),
-        [restart for part in parts for restart in part.restarts],
+        groups, bounds, order, np.array(values, float)[order], np.array(steps, np.int64), np.array(times, float)
     )
 
 
-class ValueTable:
-    """The values of all parts, grouped by series.
+def mark_restarts(parts: Sequence[ValuePart], restarts: Sequence[tuple[int, int]]) -> None:
+    """Set which events of the parts of one writer were replaced by restarts.
 
     Parameters
     ----------
-    parts : iterable of ValuePart
+    parts : sequence of ValuePart
+        The parts, in the order in which they were written.
+    restarts : sequence of (int, int)
+        For each restart how many events of all parts are before it, and the step from which on they are replaced.
+
+    Examples
+    --------
+    >>> part = grouped([0] * 5, [0, 1, 2, 1, 2], [1.0] * 5, [1.0] * 5)
+    >>> mark_restarts([part], [(3, 1)])
+    >>> part.session.tolist(), part.is_kept.tolist()
+    ([0, 0, 0, 1, 1], [True, False, False, True, True])
+    """
+    places = np.array([place for place, _ in restarts], np.int64)
+    replaced = np.array([step for _, step in restarts] + [_LAST], np.int64)
+    first = np.minimum.accumulate(replaced[::-1])[::-1]  # the first step that any later restart replaces
+    before = 0
+    for part in parts:
+        events = np.arange(before, before + len(part.steps))
+        part.session = np.searchsorted(places, events, "right").astype(np.int32)
+        limits = first[part.session]
+        part.is_kept = (part.steps < limits) | (limits == _LAST) if restarts else None
+        before += len(events)
+
+
+class ValueTable:
+    """The values of all parts by series.
+
+    Parameters
+    ----------
+    parts : sequence of ValuePart
         The parts.
     count : int
         The number of series.
     """
 
-    def __init__(self, parts: Iterable[ValuePart], count: int) -> None:
-        self.parts = list(parts)
-        self.count = count
-        valid = [part.kept() for part in self.parts]
-        series = _joined([part.series for part in valid], np.int32)
-        # numbers of 16 bits are sorted by radix
-        order = np.argsort(series.astype(np.uint16) if count < 1 << 16 else series, kind="stable")
-        self._bounds = np.concatenate([[0], np.cumsum(np.bincount(series, minlength=count))])
-        self._steps = _joined([part.steps for part in valid], np.int64)[order]
-        self._values = _joined([part.values for part in valid], np.float64)[order]
-        self._times = _joined([part.times for part in valid], np.float64)[order]
+    def __init__(self, parts: Sequence[ValuePart], count: int) -> None:
+        self._parts = parts
+        self._groups: list[list[tuple[ValuePart, int]]] = [[] for _ in range(count)]
+        self._sizes = [0] * count
+        for part in parts:
+            for group, (number, size) in enumerate(zip(part.series.tolist(), part.sizes().tolist(), strict=True)):
+                if number >= 0:
+                    self._groups[number].append((part, group))
+                    self._sizes[number] += size
 
     def series(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
         """Return steps, values and times of a series."""
-        part = slice(self._bounds[number], self._bounds[number + 1])
-        return self._steps[part], self._values[part], self._times[part]
+        found = [part.group(group) for part, group in self._groups[number]]
+        if len(found) == 1:
+            return found[0]
+        steps, values, times = zip(*found, strict=True) if found else ((), (), ())
+        return _joined(steps, np.int64), _joined(values, np.float64), _joined(times, np.float64)
 
     def size(self, number: int) -> int:
         """Return the number of values of a series."""
-        return int(self._bounds[number + 1] - self._bounds[number])
+        return self._sizes[number]
 
     def sessions(
         self, wanted: NDArray[np.bool_]
@@ -134,16 +175,12 @@ class ValueTable:
         wanted : ndarray (series,)
             The series to yield.
         """
-        numbers = [part.sessions() for part in self.parts]
-        last = max((int(each.max(initial=0)) for each in numbers), default=0)
+        last = max((int(part.session.max(initial=0)) for part in self._parts), default=0)
         for session in range(last + 1):
-            masks = [
-                (number == session) & wanted[part.series] for number, part in zip(numbers, self.parts, strict=True)
-            ]
-            pairs = list(zip(self.parts, masks, strict=True))
-            series = _joined([part.series[mask] for part, mask in pairs], np.int32)
-            steps = _joined([part.steps[mask] for part, mask in pairs], np.int64)
-            values = _joined([part.values[mask] for part, mask in pairs], np.float64)
+            found = [part.session_columns(session, wanted) for part in self._parts]
+            series = _joined([each[0] for each in found], np.int32)
+            steps = _joined([each[1] for each in found], np.int64)
+            values = _joined([each[2] for each in found], np.float64)
             if (np.diff(steps) < 0).any():
                 order = np.argsort(steps, kind="stable")
                 series, steps, values = series[order], steps[order], values[order]
@@ -232,7 +269,7 @@ class RunContents:
     series : dict of Series to int
         The number of each series.
     parts : list of ValuePart
-        The numbers: those of the event files, and those of the files of JSON lines.
+        The numbers, in the order of the files.
     stored : dict of Series to list
         Where the histograms of each series are.
     texts : dict of str to str
@@ -318,36 +355,26 @@ def _series_of(tag: str) -> Series | None:
 def _add_events(contents: RunContents, files: list[tuple[Path, EventColumns]]) -> None:
     """Add the values of event files, in their order, as one part."""
     parts: list[ValuePart] = []
+    restarts: list[tuple[int, int]] = []
     before = 0
     for path, columns in files:
         known = [_series_of(tag) for tag in columns.tags]
-        used = np.zeros(len(known), bool)
-        used[columns.tag] = True
+        is_used = np.diff(columns.bounds) > 0
         numbers = np.array(
-            [contents.number_of(series) if series and used[i] else -1 for i, series in enumerate(known)], np.int32
+            [
+                contents.number_of(series) if series and used else -1
+                for series, used in zip(known, is_used, strict=True)
+            ],
+            np.int32,
         )
-        part = _scalars(columns, numbers)
-        part.restarts = [(before + place, step) for place, step in part.restarts]
-        parts.append(part)
-        before += len(part.series)
         contents.lost += columns.lost
-        tensors = _add_others(contents, path, columns, known)
-        if len(tensors.series):
-            parts.append(tensors)
-            before += len(tensors.series)
-    if parts:
-        contents.parts.append(joined(parts))
-
-
-def _scalars(columns: EventColumns, numbers: NDArray[np.int32]) -> ValuePart:
-    series = numbers[columns.tag] if len(numbers) else np.empty(0, np.int32)
-    mask = series >= 0
-    places = np.concatenate([[0], np.cumsum(mask)])
-    restarts = [(int(places[place]), step) for step, place, _ in columns.starts.tolist()]
-    event = columns.event if mask.all() else columns.event[mask]
-    series = series if mask.all() else series[mask]
-    value = columns.value if mask.all() else columns.value[mask]
-    return ValuePart(series, columns.steps[event], value.astype(np.float64), columns.times[event], restarts)
+        restarts += [(before + place, step) for step, place, _ in columns.starts.tolist()]
+        scalars = ValuePart(numbers, columns.bounds, columns.event, columns.value, columns.steps, columns.times)
+        own = [scalars, _add_others(contents, path, columns, known)]
+        before += sum(len(part.steps) for part in own)
+        parts += own
+    mark_restarts(parts, restarts)
+    contents.parts += parts
 
 
 def _add_others(contents: RunContents, path: Path, columns: EventColumns, known: list[Series | None]) -> ValuePart:
@@ -367,10 +394,7 @@ def _add_others(contents: RunContents, path: Path, columns: EventColumns, known:
             elif plugin == "scalars" and series is not None and (value := decode_tensor_scalar(data)) is not None:
                 scalars.append((contents.number_of(series), step, value, stored.time))
     _purge_stored(contents.stored, path, columns)
-    numbers, steps, values, times = zip(*scalars, strict=True) if scalars else ((), (), (), ())
-    return ValuePart(
-        np.array(numbers, np.int32), np.array(steps, np.int64), np.array(values, float), np.array(times, float)
-    )
+    return grouped(*(zip(*scalars, strict=True) if scalars else ((), (), (), ())))
 
 
 def _purge_stored(stored: dict[Series, list[StoredValue | ReadHistogram]], path: Path, columns: EventColumns) -> None:
@@ -421,13 +445,9 @@ def _add_lines(contents: RunContents, paths: list[Path]) -> None:
         _add_line_others(contents, file)
     if columns:
         numbers_, steps, values, times = zip(*columns, strict=True)
-        arrays = (
-            np.array(numbers_, np.int32),
-            np.array(steps, np.int64),
-            np.array(values, float),
-            np.array(times, float),
-        )
-        contents.parts.append(ValuePart(*arrays, restarts))
+        part = grouped(numbers_, steps, values, times)
+        mark_restarts([part], restarts)
+        contents.parts.append(part)
 
 
 def _first_line(path: Path) -> bytes:

@@ -1,5 +1,6 @@
 """Event files are read as TensorBoard reads them, by the native library and by Python, also damaged and unfinished ones."""
 
+import itertools
 import random
 import struct
 
@@ -169,8 +170,9 @@ def columns_of(path, is_native):
     file = EventFile(path, is_native)
     columns = file.update()
     values = [
-        (columns.tags[tag], int(columns.steps[event]), float(columns.times[event]), repr(float(value)))
-        for tag, event, value in zip(columns.tag, columns.event, columns.value, strict=True)
+        (tag, int(columns.steps[event]), float(columns.times[event]), repr(float(value)))
+        for tag, (begin, end) in zip(columns.tags, itertools.pairwise(columns.bounds), strict=True)
+        for event, value in zip(columns.event[begin:end], columns.value[begin:end], strict=True)
     ]
     others = [(columns.tags[t], int(columns.steps[e]), *rest) for t, e, *rest in columns.others.tolist()]
     file.close()
