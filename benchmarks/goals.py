@@ -1,19 +1,20 @@
-"""Prints the table of goals of the host: cost per value, per module and per step, beside the goal.
+"""Prints the table of goals: the cost of a step on the host, beside the least that is possible and the goal.
 
-Each part runs in a process of its own.  Times are process CPU times of one thread; what is compared is interleaved inside of a process,
-and the processes of two versions take turns.  With ``--before`` the same is measured with the package of another work tree:
+The *limit* is what the bytes of the five kinds take at the bandwidth of ``sum()`` in this run, and 0.5 µs a module.
+A *floor* is one ``sum()`` over each tensor, see ``overhead.py``.  Each part runs in a process of its own.  Times are process CPU
+times of one thread; what is compared is interleaved.  With ``--before`` the same is measured with the package of another work tree:
 
     git worktree add --detach /tmp/before COMMIT
     python benchmarks/goals.py --before /tmp/before
     python benchmarks/goals.py --parts chains set_up         # some parts only
 
-A floor is one ``sum()`` over each tensor, see ``overhead.py``.  Run it while the machine does nothing else; the load is printed.
+Run it while the machine does nothing else; the load is printed.
 """
 
 import argparse
-import gc
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -21,111 +22,112 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import gpu_models
+import numpy as np
+import rules
 import torch
-from overhead import FULL, KINDS, MODELS, Workload, bare, fields, floor, histograms, norms, watched
+from overhead import FULL, MODELS, Workload, bare, floor, histograms, norms, watched
 from scaling import chain
 
 import ikkuna
-from ikkuna.backends.backend import NullBackend
-from ikkuna.export import Exporter
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import (
-    MeanSubscriber,
-    MinMaxSubscriber,
-    NonFiniteSubscriber,
-    NormSubscriber,
-    SparsitySubscriber,
-    VarianceSubscriber,
-)
+from ikkuna.export.subscriber import NormSubscriber
+from ikkuna.numerics.statistics.native import library
+from ikkuna.numerics.statistics.native.kernels import ListMemory, flags_of
 
-Found = dict[str, float]
+Found = dict[str, tuple[float, float | None]]
+"""By name, what was measured and its limit."""
+
 Attach = Callable[[Workload], object]
 
-SIX = (NormSubscriber, MeanSubscriber, VarianceSubscriber, MinMaxSubscriber, SparsitySubscriber, NonFiniteSubscriber)
 GOALS = {
-    "a floor, mlp, ms": "",
-    "a floor, conv, ms": "",
-    "a floor, transformer, ms": "",
-    "norms, mlp, floors": "1.2",
-    "norms, conv, floors": "1.2",
-    "norms, transformer, floors": "1.2",
-    "full statistics, mlp, floors": "2",
-    "full statistics, conv, floors": "2",
-    "full statistics, transformer, floors": "2",
-    "histograms beyond norms, mlp, floors": "3",
-    "histograms beyond norms, conv, floors": "3",
-    "histograms beyond norms, transformer, floors": "3",
-    "step that is not sampled, mlp, ms by the stopwatch": "0.1",
-    "six metrics, chain of 1,000, ms a step": "15",
-    "norms, chain of 1,000, ms a step": "",
-    "norms, chain of 1,000, to TensorBoard, floors": "0.6",
-    "norms, chain of 10, µs a module": "",
-    "norms, chain of 100, µs a module": "15",
-    "norms, chain of 1,000, µs a module": "15",
-    "norms, chain of 10,000, µs a module": "15",
-    "add_modules, 10,000 modules, s": "0.1",
-    "five registrations, 10,000 modules, s": "0.1",
-    "first sampled step in addition to the bare one, 10,000 modules, s": "0.3",
-    "later sampled steps in addition to the bare one, 10,000 modules, s": "",
-    "default preset at every step, GPT-2 shape on 128 tokens, %": "2",
-    "default preset at every step, GPT-2 shape on 1,024 tokens, %": "2",
-    "default preset at every step, ResNet-50, %": "5",
-    "memory of the default preset, GPT-2 shape on 128 tokens, MB": "60 to 90",
-    "memory of the default preset, GPT-2 shape on 1,024 tokens, MB": "60 to 90",
-    "memory of the default preset, ResNet-50, MB": "65 to 72",
-    "norms, mlp, wall time, one thread, %": "",
-    "norms, mlp, wall time, all threads, %": "as with one",
-    "norms, conv, wall time, one thread, %": "",
-    "norms, conv, wall time, all threads, %": "as with one",
+    **{f"norms, {name}, floors": goal for name, goal in (("mlp", "0.65"), ("conv", "0.7"), ("transformer", "0.75"))},
+    **{f"histograms beyond norms, {name}, floors": "1.5" for name in MODELS},
+    **{f"norms, {name}, % of the step": "" for name in MODELS},
+    **{f"torch._foreach_norm of parameters and gradients, {name}, % of the step": "" for name in MODELS},
+    "page faults of a sampled step beyond a bare one, mlp": "0",
+    "full statistics from memory, GB/s": "10",
+    "full statistics in cache, GB/s": "25",
+    "norm and copy of a weight, kept buffer, GB/s": "9",
+    "norms with file, fixed, ms": "0.15",
+    "norms with file, chain of 1,000, µs a module": "4",
+    "norms with file, chain of 10,000, µs a module": "4",
+    "default preset, chain of 10, sampled step, ms": "0.3",
+    "idle step, chain of 10, warm caches, ms": "0.02",
+    "idle step, chain of 10, cold caches, ms": "0.08",
+    "default preset, mean at every=10, MLP, %": "1.5",
+    "default preset, mean at every=10, GPT-2 shape, %": "1",
+    "default preset, mean at every=10, ResNet-50, %": "1",
+    "rules, mean, mlp, %": "0.5",
+    "norms, GPT-2 shape, floors": "0.5",
+    "norms, ResNet-50, floors": "0.95",
+    "default preset at every step, GPT-2 shape, %": "16",
+    "default preset at every step, ResNet-50, %": "7",
+    "memory of the default preset, GPT-2 small, MB": "297",
+    "kept bytes of it in health(), MB": "",
+    "import of ikkuna beside torch, s": "0.15",
+    "watch() of 10 layers, s": "0.02",
+    "first sampled step of 10 layers, s": "0.03",
+    "close() after three steps, wall time, s": "0.05",
 }
 
 
-def six() -> Attach:
-    """Return a function that watches the five kinds with six metrics."""
-    makes = [lambda kind, cls=cls: cls(kind, subsample=1, backend=NullBackend()) for cls in SIX]
-    return watched(*makes)
+@cache
+def bandwidth(count: int = 1 << 26) -> float:
+    """Return how many bytes a second ``sum()`` reads of a number of floats."""
+    x = torch.ones(count)
+    return 4 * count / min(timed(x.sum, max(1, (1 << 22) // count)) for _ in range(15))
 
 
-def models() -> Found:
-    """Measure norms, full statistics and histograms of three models."""
-    variants: dict[str, Attach] = {"floor": floor, "norms": norms(), "full": fields(FULL), "h": histograms(exact=False)}
-    found = {}
-    for name in MODELS:
-        cost = differences(attached(MODELS[name], {"bare": bare, **variants}), 40)
-        unit = cost["floor"]
-        found[f"a floor, {name}, ms"] = unit * 1e3
-        found[f"norms, {name}, floors"] = cost["norms"] / unit
-        found[f"full statistics, {name}, floors"] = cost["full"] / unit
-        found[f"histograms beyond norms, {name}, floors"] = (cost["h"] - cost["norms"]) / unit
-    work = MODELS["mlp"]()
-    exporter = norms(10**9)(work)
-    spent = []
-    for _ in range(60):
-        before = exporter._session.context.stopwatch.spent
-        work.step()
-        spent.append(exporter._session.context.stopwatch.spent - before)
-    work.close()
-    return found | {"step that is not sampled, mlp, ms by the stopwatch": statistics.median(spent) * 1e3}
+def limit(make: Callable[[], Workload]) -> float:
+    """Return the least time that the five kinds of a step can take, in seconds."""
+    work, read = make(), [0]
+
+    def forward(_module: object, _inputs: object, output: Any) -> None:
+        read[0] += 2 * sum(x.nbytes for x in (output if isinstance(output, tuple) else (output,)) if x is not None)
+
+    modules = [m for m in work.model.modules() if not list(m.children()) or m._parameters]
+    handles = [module.register_forward_hook(forward) for module in modules]
+    work.step()
+    for handle in handles:
+        handle.remove()
+    read[0] += 4 * sum(p.nbytes for p in work.model.parameters())  # weight, gradient, and both operands of the update
+    return read[0] / bandwidth() + 0.5e-6 * sum(1 for _ in work.model.modules())
 
 
-def differences(works: dict[str, Workload], steps: int, clock: Callable[[], float] = time.process_time) -> Found:
-    """Return the mean of what each workload takes more than the first one, in seconds a step; the rounds are interleaved."""
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for work in works.values():
-        work.step(), work.step()
-    for _ in range(steps):
-        for name, work in works.items():
-            began = clock()
-            work.step()
-            times[name].append(clock() - began)
-    first = next(iter(works))
-    for work in works.values():
-        work.close()
-    more = {name: statistics.median(a - b for a, b in zip(times[name], times[first], strict=True)) for name in works}
-    return more | {first: statistics.median(times[first])}
+def timed(function: Callable[[], object], times: int = 1) -> float:
+    """Return the CPU time of a call."""
+    began = time.process_time()
+    for _ in range(times):
+        function()
+    return (time.process_time() - began) / times
+
+
+def foreach_norms(work: Workload) -> None:
+    """Take the norms of all parameters and gradients at once, as little as a user can do."""
+    parameters = list(work.model.parameters())
+
+    def starts(*_: object) -> None:
+        torch.stack([*torch._foreach_norm(parameters), *torch._foreach_norm([p.grad for p in parameters])]).tolist()
+
+    work.optimizer.register_step_pre_hook(starts)
+
+
+def with_file(directory: str) -> Attach:
+    """Return a function that writes the norms of the five kinds at every step to an event file."""
+    return watched(partial(NormSubscriber, subsample=1), log_dir=directory, verbosity=0)  # type: ignore[arg-type]
+
+
+def default(directory: str, every: int) -> Attach:
+    """Return a function that watches with the default preset, its rules and its flight recorder."""
+
+    def attach(work: Workload) -> None:
+        work.close = ikkuna.watch(work.model, loss=work.loss, every=every, log_dir=directory, verbosity=0).close
+
+    return attach
 
 
 def attached(make: Callable[[], Workload], variants: dict[str, Attach]) -> dict[str, Workload]:
@@ -138,53 +140,107 @@ def attached(make: Callable[[], Workload], variants: dict[str, Attach]) -> dict[
     return works
 
 
-def chains() -> Found:
-    """Measure chains of small layers."""
-    with tempfile.TemporaryDirectory() as directory:
-        to_files = watched(NormSubscriber, log_dir=directory, verbosity=0)  # type: ignore[arg-type]
-        variants = {"bare": bare, "floor": floor, "norms": norms(), "six": six(), "tb": to_files}
-        more = differences(attached(lambda: chain(1_000), variants), 25)
-    found = {
-        "six metrics, chain of 1,000, ms a step": more["six"] * 1e3,
-        "norms, chain of 1,000, ms a step": more["norms"] * 1e3,
-        "norms, chain of 1,000, to TensorBoard, floors": more["tb"] / more["floor"],
-        "norms, chain of 1,000, µs a module": more["norms"] * 1e3,
+def differences(
+    works: dict[str, Workload], rounds: int, steps: int = 1, before: Callable[[], object] = lambda: None
+) -> dict[str, float]:
+    """Return the median of what each workload takes more than the first one, in seconds a step; the rounds are interleaved."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for work in works.values():
+        work.step(), work.step()
+    for _ in range(rounds):
+        for name, work in works.items():
+            before()
+            times[name].append(timed(work.step, steps))
+    first = next(iter(works))
+    for work in works.values():
+        work.close()
+    more = {name: statistics.median(a - b for a, b in zip(times[name], times[first], strict=True)) for name in works}
+    return more | {first: statistics.median(times[first])}
+
+
+def models() -> Found:
+    """Measure norms and histograms of three models."""
+    found: Found = {}
+    variants: dict[str, Attach] = {
+        "floor": floor,
+        "norms": norms(),
+        "h": histograms(exact=False),
+        "peer": foreach_norms,
     }
-    for layers, steps in ((100, 150), (10, 400)):
-        more = differences(attached(lambda layers=layers: chain(layers), {"bare": bare, "norms": norms()}), steps)
-        found[f"norms, chain of {layers}, µs a module"] = more["norms"] / layers * 1e6
+    for name, make in MODELS.items():
+        cost = differences(attached(make, {"bare": bare, **variants}), 40)
+        unit, step, least = cost["floor"], cost["bare"], limit(make)
+        found[f"norms, {name}, floors"] = cost["norms"] / unit, least / unit
+        found[f"histograms beyond norms, {name}, floors"] = (cost["h"] - cost["norms"]) / unit, None
+        found[f"norms, {name}, % of the step"] = cost["norms"] / step * 100, least / step * 100
+        title = f"torch._foreach_norm of parameters and gradients, {name}, % of the step"
+        found[title] = cost["peer"] / step * 100, None
+    faults = []
+    for work in attached(MODELS["mlp"], {"bare": bare, "norms": norms()}).values():
+        for _ in range(5):
+            work.step()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(10):
+            work.step()
+        faults.append((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 10)
+        work.close()
+    return found | {"page faults of a sampled step beyond a bare one, mlp": (faults[1] - faults[0], 0.0)}
+
+
+def kernels() -> Found:
+    """Measure the kernels on one large and one small tensor."""
+    native, row = library(), np.zeros(14)
+    assert native is not None
+
+    def rate(count: int) -> float:
+        x = torch.randn(count)
+        measure = partial(native._measure[x.dtype], x.data_ptr(), count, flags_of(frozenset(FULL)), row.ctypes.data)
+        return 4e-9 * count / min(timed(measure, max(1, (1 << 22) // count)) for _ in range(15))
+
+    x = torch.randn(1 << 26).requires_grad_()  # others are not copied
+    memory, copy = ListMemory(1, [x.nbytes]), np.ones(x.nbytes, np.uint8)
+    memory.copy_to(np.array([copy.ctypes.data]))
+    flags, rows = np.array([flags_of(frozenset(("sumsq",)))], np.int32), np.array([row.ctypes.data])
+    copies = min(timed(lambda: native.reader.add_all([x], flags, rows, memory)) for _ in range(9))
+    assert memory.is_copied.all()
+    most = bandwidth() / 1e9
+    return {
+        "full statistics from memory, GB/s": (rate(1 << 26), most),
+        "full statistics in cache, GB/s": (rate(1 << 16), bandwidth(1 << 16) / 1e9),
+        "norm and copy of a weight, kept buffer, GB/s": (x.nbytes / copies / 1e9, most / 2),  # written as well
+    }
+
+
+def chains() -> Found:
+    """Measure chains of small layers, where the number of calls is all that counts."""
+    cost, found = {}, {}
+    for layers, rounds in ((10, 300), (1_000, 15), (10_000, 4)):
+        with tempfile.TemporaryDirectory() as directory:
+            make = partial(chain, layers)
+            cost[layers] = differences(attached(make, {"bare": bare, "norms": with_file(directory)}), rounds)["norms"]
+    slope = (cost[1_000] - cost[10]) / 990
+    found["norms with file, fixed, ms"] = (cost[10] - 10 * slope) * 1e3, 0.0
+    for layers in (1_000, 10_000):
+        least = limit(partial(chain, layers)) / layers * 1e6
+        found[f"norms with file, chain of {layers:,}, µs a module"] = cost[layers] / layers * 1e6, least
+    with tempfile.TemporaryDirectory() as directory:
+        works = attached(partial(chain, 10), {"bare": bare, "default": default(directory, 1)})
+        for _ in range(320):  # the first steps have more to judge
+            works["default"].step()
+        least = limit(partial(chain, 10)) * 1e3
+        found["default preset, chain of 10, sampled step, ms"] = differences(works, 300)["default"] * 1e3, least
+    cold = np.ones(1 << 26, np.uint8)
+    for name, rounds, steps, before in (("warm", 150, 30, int), ("cold", 300, 1, lambda: cold.sum())):
+        works = attached(partial(chain, 10), {"bare": bare, "idle": norms(10**9)})
+        cost_idle = differences(works, rounds, steps, before)["idle"] * 1e3
+        found[f"idle step, chain of 10, {name} caches, ms"] = cost_idle, 0.0
     return found
 
 
-def set_up() -> Found:
-    """Measure the set-up of 10,000 modules without the pauses of the garbage collector, and later steps with them."""
-    work, count = chain(10_000), 10_000
-    seconds: list[float] = []
-
-    def timed(function: Callable[[], object]) -> float:
-        began = time.process_time()
-        function()
-        return time.process_time() - began
-
-    work.step()
-    unobserved = statistics.median(timed(work.step) for _ in range(3))
-    gc.disable()
-    with Exporter(message_bus=MessageBus(), on_error="raise") as exporter:
-        seconds.append(timed(lambda: exporter.add_modules(work.model)))
-        subscribers = [NormSubscriber(kind, backend=NullBackend()) for kind in KINDS]
-        seconds.append(timed(lambda: [*map(exporter.message_bus.register_subscriber, subscribers)]))
-        seconds.append(timed(work.step) - unobserved)
-        gc.enable()
-        work.step()
-        seconds.append(statistics.median(timed(work.step) for _ in range(3)) - unobserved)
-    names = [name for name in GOALS if name.endswith("10,000 modules, s")]
-    return dict(zip(names, seconds, strict=True)) | {"norms, chain of 10,000, µs a module": seconds[-1] / count * 1e6}
-
-
-def gpt2_shape(length: int) -> Workload:
-    """Return a GPT-2 of 4 blocks on a number of tokens."""
+def gpt2_shape(length: int = 128, blocks: int = 4) -> Workload:
+    """Return a GPT-2 on a number of tokens."""
     tokens = torch.randint(0, 50_257, (1, length + 1))
-    return Workload(gpu_models.GPT2(blocks=4), tokens[:, :-1], tokens[:, 1:])
+    return Workload(gpu_models.GPT2(blocks=blocks), tokens[:, :-1], tokens[:, 1:])
 
 
 def resnet50() -> Workload:
@@ -193,70 +249,100 @@ def resnet50() -> Workload:
     return Workload(whole.model, whole.inputs[:4].clone(), whole.labels[:4].clone())
 
 
-def cost_and_peak(step: Callable[[], object]) -> tuple[float, int]:
-    """Return the CPU time of a step, and the largest resident memory in it, in bytes."""
+def means() -> Found:
+    """Measure the mean cost of the default preset, after the first steps, which are taken on small batches."""
+    found: Found = {}
+    for name, make, small, periods in (
+        ("MLP", MODELS["mlp"], lambda x: x[:1], 4),
+        ("GPT-2 shape", gpt2_shape, lambda x: x[:, :8], 1),
+        ("ResNet-50", resnet50, lambda x: x[:2, :, :64, :64] if x.dim() > 1 else x[:2], 1),
+    ):
+        with tempfile.TemporaryDirectory() as directory:
+            works = attached(make, {"bare": bare, "default": default(directory, 10)})
+            seconds: dict[str, dict[int, list[float]]] = {key: {} for key in works}
+            for key, work in works.items():
+                whole = work.inputs, work.labels
+                work.inputs, work.labels = map(small, whole)
+                for _ in range(320):
+                    work.step()
+                work.inputs, work.labels = whole
+                work.step() if key == "bare" else None
+            for step in range(320, 320 + periods * rules.PERIOD):
+                for key, work in works.items():
+                    seconds[key].setdefault(rules.kind_of(step), []).append(timed(work.step))
+            steps = [rules.kind_of(step) for step in range(rules.PERIOD)]
+            plain, full = (statistics.mean(statistics.median(of[kind]) for kind in steps) for of in seconds.values())
+            for work in works.values():
+                work.close()
+        found[f"default preset, mean at every=10, {name}, %"] = (full / plain - 1) * 100, limit(make) / plain * 10
+    cost = rules.measure(MODELS["mlp"], 120, 320)
+    return found | {"rules, mean, mlp, %": ((cost["rules"] - cost["default"]) / cost["none"] * 100, 0.0)}
+
+
+def peak(step: Callable[[], object]) -> int:
+    """Return the largest resident memory in a step, in bytes."""
     Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the largest value so far
-    began = time.process_time()
     step()
-    spent = time.process_time() - began
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return spent, int(status["VmHWM"].split()[0]) * 1024
+    return int(status["VmHWM"].split()[0]) * 1024
 
 
-def presets() -> Found:
-    """Measure the default preset with rules and flight recorder at every step, and how much more memory a step takes at most."""
+def large() -> Found:
+    """Measure norms and the default preset at every step of large models, and how much more memory a step takes at most."""
     found: Found = {}
-    makes: dict[str, tuple[Callable[[], Workload], int]] = {
-        "GPT-2 shape on 128 tokens": (lambda: gpt2_shape(128), 5),
-        "GPT-2 shape on 1,024 tokens": (lambda: gpt2_shape(1024), 3),
-        "ResNet-50": (resnet50, 5),
-    }
-    for name, (make, rounds) in makes.items():
-        torch.manual_seed(0)
-        work = make()
-        for _ in range(2):
-            work.step()
-        plain, sampled = [], []
-        for _ in range(rounds):  # the same model, so that its memory is not doubled
-            with tempfile.TemporaryDirectory() as directory:
-                options = {"log_dir": directory, "verbosity": 0, "backend": "null"}
-                with ikkuna.watch(work.model, loss=work.loss, every=1, **options):
-                    work.step(), work.step()
-                    sampled.append(cost_and_peak(work.step))
-            work.step()
-            plain.append(cost_and_peak(work.step))
-        (time_with, memory_with), (time_bare, memory_bare) = (
-            map(statistics.median, zip(*x, strict=True)) for x in (sampled, plain)
+    for name, make in {"GPT-2 shape": gpt2_shape, "ResNet-50": resnet50}.items():
+        with tempfile.TemporaryDirectory() as directory:
+            variants = {"bare": bare, "floor": floor, "norms": norms(), "default": default(directory, 1)}
+            cost, least = differences(attached(make, variants), 7), limit(make)
+        found[f"norms, {name}, floors"] = cost["norms"] / cost["floor"], least / cost["floor"]
+        share = cost["default"] / cost["bare"] * 100
+        found[f"default preset at every step, {name}, %"] = share, least / cost["bare"] * 100
+    work = gpt2_shape(blocks=12)
+    work.step(), work.step()
+    peaks = [peak(work.step)]
+    with tempfile.TemporaryDirectory() as directory:
+        default(directory, 1)(work)
+        work.step(), work.step()
+        peaks.append(peak(work.step))
+        kept = work.close.__self__.health().kept_bytes / 1e6  # type: ignore[attr-defined]
+        work.close()
+    found["memory of the default preset, GPT-2 small, MB"] = (peaks[1] - peaks[0]) / 1e6, None
+    return found | {"kept bytes of it in health(), MB": (kept, None)}
+
+
+SCRIPT = """
+import time, torch, tempfile
+from torch import nn
+t = [time.process_time()]; lap = lambda: t.append(time.process_time())
+import ikkuna; ikkuna.watch; lap()
+model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10))); optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loss = nn.CrossEntropyLoss(); y = torch.arange(4)
+def step(): optimizer.zero_grad(); loss(model(torch.randn(4, 8)), y).backward(); optimizer.step()
+step(); lap(); run = ikkuna.watch(model, loss=loss, every=1, log_dir=tempfile.mkdtemp(), verbosity=0); lap()
+step(); lap(); step(); step()
+wall = time.perf_counter(); run.close(); print(t[1] - t[0], t[3] - t[2], t[4] - t[3], time.perf_counter() - wall)
+"""
+
+
+def set_up() -> Found:
+    """Measure the beginning and the end of short runs."""
+    runs = []
+    for _ in range(5):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", SCRIPT], stdout=subprocess.PIPE, text=True, check=True
         )
-        found[f"default preset at every step, {name}, %"] = (time_with / time_bare - 1) * 100
-        found[f"memory of the default preset, {name}, MB"] = (memory_with - memory_bare) / 1e6
-    return found
+        runs.append([float(x) for x in done.stdout.splitlines()[-1].split()])
+    return {
+        name: (statistics.median(x), None) for name, x in zip(list(GOALS)[-4:], zip(*runs, strict=True), strict=True)
+    }
 
 
-def threads() -> Found:
-    """Measure the overhead of norms in wall time with one thread, and with all cores."""
-    found: Found = {}
-    for name in ("mlp", "conv"):
-        for label, count in {"one thread": 1, "all threads": os.cpu_count() or 1}.items():
-            torch.set_num_threads(count)
-            more = differences(attached(MODELS[name], {"bare": bare, "norms": norms()}), 40, time.perf_counter)
-            found[f"norms, {name}, wall time, {label}, %"] = more["norms"] / more["bare"] * 100
-    torch.set_num_threads(1)
-    return found
-
-
-PARTS = {
-    "models": models,
-    "chains": chains,
-    "set_up": set_up,
-    "presets": presets,
-    "threads": threads,
-}
+PARTS = {part.__name__: part for part in (models, kernels, chains, means, large, set_up)}
 
 
 def run(part: str, tree: Path) -> Found:
     """Run a part in a process of its own, with the package of a work tree."""
-    environment = os.environ | {"PYTHONPATH": f"{tree}:{tree / 'subscribers'}", "OMP_NUM_THREADS": str(os.cpu_count())}
+    environment = os.environ | {"PYTHONPATH": f"{tree}:{tree / 'subscribers'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--run", part]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found: Found = json.loads(done.stdout.splitlines()[-1])
@@ -276,15 +362,14 @@ def main() -> None:
         return
     trees: dict[str, Path] = {} if arguments.before is None else {"before": arguments.before}
     trees["now"] = Path(__file__).parents[1]
-    found: dict[str, Found] = {version: {} for version in trees}
     print(f"load at the beginning: {os.getloadavg()[0]:.1f}")
-    print(f"| what | {' | '.join(trees)} | goal |\n|---|{'---|' * len(trees)}---|", flush=True)
+    print(f"| what | {' | '.join(trees)} | limit | goal |\n|---|{'---|' * len(trees)}---|---|", flush=True)
     for part in arguments.parts:
-        for version, tree in trees.items():
-            found[version] = run(part, tree)
+        found = {version: run(part, tree) for version, tree in trees.items()}
         for name in (name for name in GOALS if name in found["now"]):
-            cells = " | ".join(f"{found[version].get(name, float('nan')):.2f}" for version in trees)
-            print(f"| {name} | {cells} | {GOALS[name]} |", flush=True)
+            cells = " | ".join(f"{of.get(name, (float('nan'),))[0]:.3g}" for of in found.values())
+            least = found["now"][name][1]
+            print(f"| {name} | {cells} | {'' if least is None else f'{least:.2g}'} | {GOALS[name]} |", flush=True)
     print(f"load at the end: {os.getloadavg()[0]:.1f}")
 
 
