@@ -107,7 +107,7 @@ def timed(function: Callable[[], object], times: int = 1) -> float:
 
 
 def foreach_norms(work: Workload) -> None:
-    """Take the norms of all parameters and gradients at once, as little as a user can do."""
+    """Compute the norms of all parameters and gradients at once: the least that a user can do."""
     parameters = list(work.model.parameters())
 
     def starts(*_: object) -> None:
