@@ -11,35 +11,47 @@ from numpy.typing import NDArray
 LIMIT = 10.0
 """A value with a larger score is a spike."""
 
+_LEVEL = 32
 _WINDOW = 128
-_ENOUGH = 64
+_ENOUGH = 48
 _PACE = 16
 _MEMORY = 512
 _RARE = 32
 _NORMAL = 2.2  # the distance that one value in 32 exceeds if the noise is normal
 _SHARE = 5e-4
+_FAR = 6.0
+_SCALE = 0.66  # the median deviation of normal noise over the root mean square of distances from a median of 32 values
 
 
 class SpikeScore:
-    r"""The running spike score of a series: the distance above a running median in units of a running median deviation.
+    r"""The running spike score of a series: the distance above its local trend in units of the usual distance above it.
 
     .. math:: s_t = \frac{\min(x_t - m, \; \tfrac 3 2 (x_t - \max(x_{t-4}, \dots, x_{t-1})))}{w \, u},
-        \quad u = \max(\mathrm{median}_i |x_i - m|, \; \tfrac{1}{2000} M)
+        \quad m = \max(\ell + c, \; \min_i x_i)
 
-    with the median :math:`m` of the last 128 values :math:`x_i`; the second distance is for series that drift.
-    :math:`M` is the largest such :math:`|m|` of the last 512 values: a rise of less than half a percent of what a loss has just been, as
+    with the median :math:`\ell` and the minimum of the last 32 values :math:`x_i`; the second distance is for series that drift.
+    Each value leaves a residual :math:`r = x - \ell` from the median that was known before it, and :math:`c` is the median of the last
+    128 residuals, without those of the first half of the series if 32 remain: a series that falls is predicted to fall as it did.
+    The unit is the usual distance of a residual above :math:`c`, which is the median deviation if the noise is normal:
+
+    .. math:: u = \max\left(0.66 \, \sqrt{\mathrm{mean}_{r_i > c} \min(r_i - c, 6 d)^2}, \; \tfrac{1}{2000} M\right),
+        \quad d = \mathrm{median}_{r_i > c} (r_i - c)
+
+    The distances below do not count, because losses are skewed, and the limit of :math:`6 d` is for earlier spikes.
+    :math:`M` is the largest :math:`|m|` of the last 512 values: a rise of less than half a percent of what a loss has just been, as
     that of one sample after all are fitted, is no spike.
     The factor :math:`w` widens the unit if the noise has a heavy tail, as the loss of single samples, of a game or of a reward has:
 
     .. math:: w = \max\left(1, \; \left(\frac{q}{2.2 \, (1 + 4 / \sqrt n)}\right)^3, \; \frac{\min(r, 25)}{4} \right)
 
-    where one in 32 of the last :math:`n \leq 512` values of :math:`w s` is larger than :math:`q`, which is 2.2 for normal noise,
+    where one in 32 of the last :math:`n \leq 512` values of :math:`w u s / v` is larger than :math:`q`, which is 2.2 for normal noise,
     and :math:`r` is the third largest of them: what happens again and again is usual, unless it is very large.
+    Here :math:`v = \max(\mathrm{median}_i |r_i - c|, M / 2000)` is a unit that a heavy tail does not widen.
     Median, unit and factor are computed again after every 16 values, so most values cost one comparison with `threshold`.
 
-    The first 16 finite values have the score NaN, and with i < 64 values the unit is :math:`64 / i` times as large.
-    If more than half of the window equals the median, or a quarter the smallest value, the unit is the largest distance from a median
-    that the series has had, if this is larger; without any, a value above 64 equal ones has an infinite score.
+    The first 16 finite values have the score NaN, and with i < 48 values the unit is :math:`48 / i` times as large.
+    If more than half of the 32 values equal their median, or a quarter their minimum, the unit is the largest residual that the series
+    has had, if this is larger; without any, a value above 48 equal ones has an infinite score.
     NaN and infinite values have an infinite score if a finite value came before, and otherwise NaN; they are not part of the window.
 
     Attributes
@@ -51,11 +63,11 @@ class SpikeScore:
 
     Examples
     --------
-    >>> score, losses = SpikeScore(), [1 + 0.01 * (i % 5) for i in range(64)]
-    >>> [round(score.add(loss), 6) for loss in losses][14:20]
-    [nan, nan, -1.125, -0.75, -0.375, 0.375]
-    >>> round(score.threshold, 6), round(score.add(1.32), 6), score.add(math.inf)
-    (1.12, 30.0, inf)
+    >>> score, losses = SpikeScore(), [1 + 0.01 * (0, 6, 8, 14)[i % 4] for i in range(64)]
+    >>> [round(score.add(loss), 3) for loss in losses][14:18]
+    [nan, nan, -2.121, -1.212]
+    >>> round(score.threshold, 6), round(score.add(2.06), 6), score.add(math.inf)
+    (1.4, 30.0, inf)
     """
 
     def __init__(self) -> None:
@@ -65,9 +77,11 @@ class SpikeScore:
         """Begin anew."""
         self.threshold = math.inf
         self.count = 0
-        self._middle, self._unit, self._width = math.nan, math.nan, 1.0
+        self._level = self._middle = self._unit = self._deviation = math.nan
+        self._width = 1.0
         self._largest = 0.0
-        self._values: deque[float] = deque(maxlen=_WINDOW)
+        self._values: deque[float] = deque(maxlen=_LEVEL)
+        self._residuals: deque[float] = deque(maxlen=_WINDOW)
         self._distances: deque[float] = deque(maxlen=_MEMORY)
         self._levels: deque[float] = deque(maxlen=_MEMORY // _PACE)
 
@@ -91,32 +105,43 @@ class SpikeScore:
         distance = min(value - self._middle, 1.5 * (value - max(before[-1], before[-2], before[-3], before[-4])))
         if unit := self._width * self._unit:
             return distance / unit
-        return math.inf if distance > 0 and len(before) >= _ENOUGH else min(distance, 0.0)
+        return math.inf if distance > 0 and self.count >= _ENOUGH else min(distance, 0.0)
 
     def _update(self) -> None:
-        """Compute the median, the unit, the factor and the threshold."""
+        """Compute the trend, the unit, the factor and the threshold."""
         values = np.array(self._values)
-        if self.count == _PACE:
+        is_first = self.count == _PACE
+        if is_first:
+            self._level = _median(values)
+        residuals = values[-_PACE:] - self._level
+        self._residuals.extend(residuals.tolist())
+        if is_first:
             self._measure(values)
         recent = values[-_PACE - 4 :]
         pairs = np.maximum(recent[:-2], recent[1:-1])
         highest = np.maximum(pairs[:-2], pairs[2:])  # of the four values before
         distances = np.minimum(recent[4:] - self._middle, 1.5 * (recent[4:] - highest))
-        if self._unit:  # otherwise nothing is known of the noise
-            self._distances.extend((distances / self._unit).tolist())
-        self._largest = max(self._largest, float(np.abs(values[-_PACE:] - self._middle).max()))
+        if self._deviation:  # otherwise nothing is known of the noise
+            self._distances.extend((distances / self._deviation).tolist())
+        self._largest = max(self._largest, float(np.abs(residuals).max()))
         self._measure(values)
         count = len(values)
-        if 2 * np.count_nonzero(values == self._middle) > count or 4 * np.count_nonzero(values == values.min()) > count:
+        if 2 * np.count_nonzero(values == self._level) > count or 4 * np.count_nonzero(values == values.min()) > count:
             self._unit = max(self._unit, self._largest)
-        self._width = _width(np.array(self._distances)) * max(_ENOUGH / count, 1)
+        self._width = _width(np.array(self._distances)) * max(_ENOUGH / self.count, 1)
         self.threshold = self._middle + LIMIT * self._width * self._unit
 
     def _measure(self, values: NDArray[np.float64]) -> None:
-        """Compute the median and the unit."""
-        self._middle = _median(values)
+        """Compute the trend and the unit."""
+        residuals = np.sort(np.array(self._residuals)[-max(self.count // 2, _LEVEL) :])
+        self._level, trend = _median(values), _median(residuals)
+        self._middle = max(self._level + trend, float(values.min()))
         self._levels.append(abs(self._middle))
-        self._unit = max(_median(np.abs(values - self._middle)), _SHARE * max(self._levels))
+        least = _SHARE * max(self._levels)
+        above = residuals[len(residuals) // 2 :] - trend
+        usual = _median(above)
+        spread = _SCALE * usual * math.sqrt(np.square(np.minimum(above / usual, _FAR)).mean()) if usual else 0.0
+        self._unit, self._deviation = max(spread, least), max(_median(np.abs(residuals - trend)), least)
 
 
 def _median(values: NDArray[np.float64]) -> float:

@@ -20,33 +20,41 @@ def reference(values):
     x, scores = values[finite], np.full(len(values), np.nan)
     for i in np.flatnonzero(~np.isfinite(values)):
         scores[i] = math.inf if (finite < i).any() else math.nan
-    centers, distances, levels, largest = [], [], [], 0.0
+    centers, residuals, distances, levels, largest = [], [], [], [], 0.0
     for begin in range(16, len(x) + 1, 16):
-        window = x[max(begin - 128, 0) : begin]
-        middle = float(np.quantile(window, 0.5))
+        window, fresh = x[max(begin - 32, 0) : begin], x[begin - 16 : begin]
+        level = float(np.quantile(window, 0.5))
+        known_level, *known = centers[-1] if centers else (level,)
+        residuals += list(fresh - known_level)
+        recent = np.array(residuals[-min(max(begin // 2, 32), 128) :])
+        trend = float(np.quantile(recent, 0.5))
+        above = np.sort(recent)[len(recent) // 2 :] - trend
+        usual = float(np.quantile(above, 0.5))
+        middle = max(level + trend, window.min())
         levels.append(abs(middle))
-        unit = max(float(np.quantile(np.abs(window - middle), 0.5)), max(levels[-32:]) / 2000)
-        before = centers[-1] if centers else (middle, unit)
-        fresh = x[begin - 16 : begin] - before[0]
-        largest = max(largest, np.abs(fresh).max())
-        if before[1]:
+        spread = 0.66 * math.sqrt(np.mean(np.minimum(above, 6 * usual) ** 2))
+        least = max(levels[-32:]) / 2000
+        unit, deviation = max(spread, least), max(float(np.quantile(abs(recent - trend), 0.5)), least)
+        known_middle, known_deviation = known or (middle, deviation)
+        largest = max(largest, np.abs(fresh - known_level).max())
+        if known_deviation:
             last = range(max(begin - 16, 4), begin)
-            distances += [min(x[i] - before[0], 1.5 * (x[i] - max(x[i - 4 : i]))) / before[1] for i in last]
-        if (window == middle).mean() > 0.5 or (window == min(window)).mean() > 0.25:
+            distances += [min(x[i] - known_middle, 1.5 * (x[i] - max(x[i - 4 : i]))) / known_deviation for i in last]
+        if (window == level).mean() > 0.5 or (window == min(window)).mean() > 0.25:
             unit = max(unit, largest)
-        centers.append((middle, unit))
+        centers.append((level, middle, deviation))
         known = sorted(distances[-512:], reverse=True)
         width = 1.0
         if known:
             rare = known[len(known) // 32] / (2.2 * (1 + 4 / math.sqrt(len(known))))
             width = max(1.0, rare**3 if rare > 0 else 0.0, min(known[2], 25.0) / 4)
-        scale = width * max(64 / len(window), 1) * unit
+        scale = width * max(48 / begin, 1) * unit
         for i in range(begin, min(begin + 16, len(x))):
             distance = min(x[i] - middle, 1.5 * (x[i] - x[i - 4 : i].max()))
             if scale:
                 scores[finite[i]] = distance / scale
             else:
-                scores[finite[i]] = math.inf if distance > 0 and begin >= 64 else min(distance, 0.0)
+                scores[finite[i]] = math.inf if distance > 0 and begin >= 48 else min(distance, 0.0)
     return scores
 
 
@@ -73,7 +81,9 @@ HEALTHY = {
     "game": lambda rng: np.exp(0.3 * correlated(rng, 0.99) + 0.1 * rng.normal(size=STEPS)),
     "reward": lambda rng: -0.01 * TIME + 2 * correlated(rng, 0.95),
     "random walk": lambda rng: np.cumsum(rng.normal(size=STEPS)),
-    "mostly zero": lambda rng: np.maximum(2 - TIME / 50, 0) + (rng.random(STEPS) < 0.01) * rng.exponential(size=STEPS),
+    "mostly zero": lambda rng: np.where(
+        TIME < 100, 2 - TIME / 50, (rng.random(STEPS) < 0.01) * rng.exponential(size=STEPS)
+    ),
     "constant": lambda rng: np.full(STEPS, rng.uniform(-1, 1)),
     "two levels": lambda rng: np.where(rng.random(STEPS) < 0.3, 2.0, 1.0) + 0.05 * rng.normal(size=STEPS),
     "rate in steps": lambda rng: np.where(TIME < 1_000, 1.0, 0.5) + 0.03 * rng.normal(size=STEPS),
@@ -107,6 +117,26 @@ def test_every_spike_beyond_the_limit_is_noticed_from_the_64th_step_on(kind):
         deviation = np.median(np.abs(past - np.median(past)))
         values[at] = np.median(past) + max(40 * deviation, 0.03)
         assert spike_scores(values[: at + 1])[at] > LIMIT, (kind, seed)
+
+
+@pytest.mark.parametrize("rate", [50, 100, 400])
+def test_a_jump_to_five_times_a_loss_that_falls_is_noticed_in_the_first_150_steps(rate):
+    for seed in range(10):
+        score, rng = SpikeScore(), np.random.default_rng(seed)
+        for step, loss in enumerate((0.3 + 2 * np.exp(-TIME[:150] / rate)) * (1 + 0.03 * rng.normal(size=150))):
+            assert step < 17 or score.of(5 * loss) > LIMIT, (seed, step)
+            score.add(loss)
+
+
+def test_the_share_of_spikes_that_are_noticed_in_normal_noise():
+    deviations, found = np.array([5, 10.5, 12, 15]), np.zeros(4)
+    for seed in range(200):
+        rng, score = np.random.default_rng(seed), SpikeScore()
+        for value in rng.normal(size=int(rng.integers(200, 800))):
+            score.add(float(value))
+        found += [score.of(0.6745 * deviation) > LIMIT for deviation in deviations]
+    assert (found / 200 >= [0, 0.6, 0.9, 0.98]).all()
+    assert found[0] == 0
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200), st.sampled_from([2.0**-20, 2.0, 2.0**30]))

@@ -77,10 +77,9 @@ class DivergesRule(Rule):
 class LossSpikeRule(Rule):
     """The loss of a step is suddenly far above the losses before it.
 
-    Threshold: a spike score of 10, that is 10 median deviations above the median of the last 128 losses, and more if the losses have a
-    heavy tail, see `ikkuna.numerics.spike_score`; a rise of less than half a percent of the largest recent median is none.
-    Cannot see: the first 16 values; a jump that is small beside the fall of the loss in the last 128 steps;
-    slow rises (that is the rule diverges); a loss of NaN (that is the rule nonfinite).
+    Threshold: a spike score of 10, that is 10 median deviations above the median of the last 32 losses and their trend, and more if the
+    losses are skewed or have a heavy tail, see `ikkuna.numerics.spike_score`; a rise of less than half a percent of a recent loss is none.
+    Cannot see: the first 16 values; slow rises (that is the rule diverges); a loss of NaN (that is the rule nonfinite).
     """
 
     name = "loss_spike"
