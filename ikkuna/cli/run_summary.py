@@ -91,6 +91,8 @@ def text_heatmap(
     present: NDArray[np.bool_],
     terminal: Terminal,
     rows: int = _ROWS,
+    classes: Sequence[str] | None = None,
+    worse: int = 0,
 ) -> list[str]:
     """Return the lines of a heat map; of more than `rows` modules those that differ most from the others are shown.
 
@@ -106,6 +108,8 @@ def text_heatmap(
         Decides about the width and the characters.
     rows : int
         The largest number of lines.
+    classes, worse : sequence of str, int
+        See `unusual_rows`.
     """
     width = max(terminal.width - _LABEL - 2, 8)
     bad = present & ~np.isfinite(values)
@@ -113,7 +117,7 @@ def text_heatmap(
     there[bad] = 0.0
     cells = _binned(there, bad, width, 1)
     if len(names) > rows:
-        shown = np.sort(np.argsort(-unusual_rows(cells), kind="stable")[:rows])
+        shown = np.sort(np.argsort(-unusual_rows(cells, classes, worse), kind="stable")[:rows])
         names, cells = [names[i] for i in shown], cells[shown]
     low, high = _limits(cells)
     return [
@@ -250,5 +254,6 @@ def _write_heatmap(run: StoredRun, kind: str, terminal: Terminal) -> None:
     terminal.write(f"{terminal.styled(kind, 'bold')}  {', '.join(notes)}  (steps {steps[0]} to {steps[-1]})")
     if len(names) > _ROWS:
         terminal.write(f"The {_ROWS} of {len(names)} modules that differ most from the others:")
-    for line in text_heatmap(names, values, present, terminal):
+    classes, worse = run.order.classes(names), run.quantity(kind).worse
+    for line in text_heatmap(names, values, present, terminal, classes=classes, worse=worse):
         terminal.write(line)

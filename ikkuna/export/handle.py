@@ -23,6 +23,7 @@ from ikkuna.export.exporter import Exporter
 from ikkuna.metrics.live_rules import RuleSubscriber
 from ikkuna.metrics.messages.kinds import EVENT_KINDS, LOGGED
 from ikkuna.metrics.subscriber.base import Subscriber
+from ikkuna.numerics.bands import unusual_rows
 from ikkuna.observation.checkpoint import store_finished
 from ikkuna.printable import printable
 from ikkuna.store import SeriesValues, StoredRun
@@ -305,16 +306,20 @@ def spread_table(run: StoredRun) -> SummaryTable:
 
 
 def series_table(run: StoredRun, kind: str) -> SummaryTable:
-    """Return a row for each module of a kind, at most 40.
+    """Return a row for each module of a kind; of more than 40 those that differ most from the others of their class.
 
     Raises
     ------
     ConfigError
         If the run has no such kind.
     """
-    names = run.names(kind) or (None,)
-    rows = [(str(name or "network"), *_cells(run.series(kind, name).values)) for name in names[:_ROWS]]
-    more = f" (the first {_ROWS} of {len(names):,})" if len(names) > _ROWS else ""
+    names, more = run.names(kind) or (None,), ""
+    if len(names) > _ROWS:
+        modules, _, values = run.matrix(kind)
+        scores = unusual_rows(values, run.order.classes(modules), run.quantity(kind).worse)
+        more = f" (the {_ROWS} of {len(modules):,} modules that differ most from the others)"
+        names = tuple(modules[i] for i in sorted(np.argsort(-scores, kind="stable")[:_ROWS].tolist()))
+    rows = [(str(name or "network"), *_cells(run.series(kind, name).values)) for name in names]
     return SummaryTable(f"{kind}{more}", ("module", "first", "last", "min", "max"), rows)
 
 

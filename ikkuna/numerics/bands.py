@@ -1,6 +1,7 @@
 r"""The band in which a series usually is, and which series leave it or differ from the others."""
 
 import math
+from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -87,8 +88,15 @@ def running_band(
     return Band(distance, medians)
 
 
-def unusual_rows(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    r"""Return how unusual each row is among the rows: larger means more unusual.
+_CLASS = 5  # rows of a class that are compared with each other alone
+
+
+def unusual_rows(
+    values: NDArray[np.float64], classes: Sequence[str] | None = None, worse: int = 0
+) -> NDArray[np.float64]:
+    r"""Return how unusual each row is among the rows of its class: larger means more unusual.
+
+    Rows of classes with fewer than five are compared with each other, if they are at least five together; otherwise they have 0.
 
     The largest over columns of :math:`|y_{ij} - m_j| / (1.4826 \, \mathrm{MAD}_j)`, with median and MAD over the rows of a column,
     where :math:`y = \log_{10} |x|`.  A row with a value that is zero where most rows are not has at least :math:`10^3`.
@@ -98,12 +106,42 @@ def unusual_rows(values: NDArray[np.float64]) -> NDArray[np.float64]:
     ----------
     values : ndarray (rows, columns)
         The values.
+    classes : sequence of str, optional
+        The class of each row; by default all rows are compared.
+    worse : int
+        1 if only values above the median count, -1 if only those below it do, 0 if both do.
 
     Examples
     --------
     >>> unusual_rows(np.array([[1.0, 1.1], [1.2, 1.0], [0.0, 0.0], [1.1, 1.3], [1.0, 900.0]])).argsort()[-2:].tolist()
     [4, 2]
     """
+    if classes is None:
+        return _unusual(_without_better(values, worse))
+    numbers = np.unique(classes, return_inverse=True)[1]
+    small = np.bincount(numbers, minlength=1) < _CLASS
+    numbers[small[numbers]] = -1
+    found = np.zeros(len(values))
+    for number in np.unique(numbers):
+        own = numbers == number
+        if own.sum() >= _CLASS:
+            found[own] = _unusual(_without_better(values[own], worse))
+    return found
+
+
+def _without_better(values: NDArray[np.float64], worse: int) -> NDArray[np.float64]:
+    """Return values in which what is better than the median of its column is replaced by the median."""
+    if not worse or not values.size:
+        return values
+    with np.errstate(all="ignore"):
+        there = np.where(np.isfinite(values), values, np.nan)
+        filled = ~np.isnan(there).all(axis=0)
+        middle = np.full(values.shape[1], np.nan)
+        middle[filled] = np.nanmedian(there[:, filled], axis=0)
+        return np.where(worse * (values - middle) < 0, middle, values)
+
+
+def _unusual(values: NDArray[np.float64]) -> NDArray[np.float64]:
     if not values.size:
         return np.zeros(len(values))
     with np.errstate(all="ignore"):

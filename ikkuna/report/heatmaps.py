@@ -77,12 +77,13 @@ _NARROW = _Layout(540, 150, 23, 4)
 
 
 class ReportHeatmap(NamedTuple):
-    """A drawn heat map: its title, its SVG, its legend, and the numbers for the hover."""
+    """A drawn heat map: title, SVG, legend, whether a value has a colour of the scale, and numbers for the hover."""
 
     title: str
     svg: str
     scale: ColourScale
     specials: list[tuple[str, str]]
+    has_colours: bool
     data: dict[str, Any]
 
 
@@ -157,7 +158,7 @@ def draw_heatmap(
         "characters": layout.characters,
         "colours": COLOURS,
     }
-    return ReportHeatmap(title, svg, scale, specials, data)
+    return ReportHeatmap(title, svg, scale, specials, bool((indices < COLOURS).any()), data)
 
 
 def _row_labels(names: Sequence[str], row: float, layout: _Layout) -> str:

@@ -18,7 +18,6 @@ from ikkuna.store import StoredRun
 from ikkuna.store.names import Series
 from ikkuna.store.quantity import Quantity
 from ikkuna.store.sparkline import svg_sparkline
-from ikkuna.store.values import ModuleEntry, ModuleOrder
 
 __all__ = [
     "Abnormal",
@@ -43,7 +42,6 @@ _COLUMNS = 6
 _MANY = 60  # modules of which a heat map shows the most abnormal ones apart
 _ABNORMAL = 10
 _UNUSUAL = 5.0  # robust standard deviations
-_CLASS = 5  # modules of a class that are compared with each other alone
 
 
 def module_kinds(run: StoredRun) -> list[str]:
@@ -86,13 +84,12 @@ class KindTable(NamedTuple):
 
 def kind_tables(run: StoredRun) -> Iterator[KindTable]:
     """Yield the values of the modules of each kind; those of series that belong to no module are left out."""
-    order = ModuleOrder(run.modules)
     for kind in module_kinds(run):
         names, steps, values = run.matrix(kind)
         if not len(steps):
             continue
         table = KindTable(kind, run.quantity(kind), names, steps, values, presence(run, kind, names, steps))
-        inside = [i for i, name in enumerate(names) if order.belongs(name)]
+        inside = [i for i, name in enumerate(names) if run.order.belongs(name)]
         yield table if len(inside) == len(names) else table.rows(inside)
 
 
@@ -121,7 +118,7 @@ def table_heatmaps(run: StoredRun, table: KindTable) -> list[ReportHeatmap]:
     scores = _scores(run, table)
     worst = sorted(np.argsort(-scores, kind="stable")[:_ABNORMAL].tolist())
     first = table.rows(worst)
-    classes = _classes(run.modules, names)
+    classes = run.order.classes(names)
     groups = {name: number for number, name in enumerate(dict.fromkeys(classes))}
     grouped = sorted(range(len(names)), key=lambda i: groups[classes[i]])
     whole = draw_heatmap(
@@ -144,44 +141,10 @@ def table_heatmaps(run: StoredRun, table: KindTable) -> list[ReportHeatmap]:
     return [part, whole]
 
 
-def _classes(modules: Sequence[ModuleEntry], names: Sequence[str]) -> list[str]:
-    """Return the class of the module of each series."""
-    entries = {entry.name: entry.class_name for entry in modules}
-    return [entries.get(_module_of(name, entries), "") for name in names]
-
-
-def _module_of(name: str, entries: "dict[str, str] | dict[str, ModuleEntry]") -> str:
-    while name not in entries and (end := max(name.rfind("."), name.rfind(":"))) > 0:
-        name = name[:end]
-    return name
-
-
 def _scores(run: StoredRun, table: KindTable) -> NDArray[np.float64]:
-    """Return how unusual each row is among those of its class, or among all if the class has fewer than five."""
+    """Return how unusual each row is among those of its class."""
     _, values, _ = reduced_matrix(table.steps, table.values, table.present, 100)
-    values = _worse(values, table.quantity)
-    scores = np.full(len(values), -np.inf)
-    classes = np.array(_classes(run.modules, table.names))
-    for name in dict.fromkeys(classes.tolist()):
-        own = np.flatnonzero(classes == name)
-        if len(own) >= _CLASS:
-            scores[own] = unusual_rows(values[own])
-    rest = np.flatnonzero(np.isneginf(scores))
-    scores[rest] = unusual_rows(values)[rest] if len(rest) >= _CLASS else 0.0
-    return scores
-
-
-def _worse(values: NDArray[np.float64], quantity: Quantity) -> NDArray[np.float64]:
-    """Return values in which what is better than the median of its column is replaced by the median."""
-    if (not quantity.larger and quantity.zero != "good") or not values.size:
-        return values
-    with np.errstate(all="ignore"):
-        there = np.where(np.isfinite(values), values, np.nan)
-        filled = ~np.isnan(there).all(axis=0)
-        middle = np.full(values.shape[1], np.nan)
-        middle[filled] = np.nanmedian(there[:, filled], axis=0)
-    is_better = values > middle if quantity.larger == "good" else values < middle
-    return np.where(is_better, middle, values)
+    return unusual_rows(values, run.order.classes(table.names), table.quantity.worse)
 
 
 class Abnormal(NamedTuple):
@@ -211,7 +174,6 @@ class Abnormal(NamedTuple):
 
 def abnormal_modules(content: RunContent, tables: Sequence[KindTable]) -> list[Abnormal]:
     """Return up to ten modules: those of findings first, then those that differ most from the others."""
-    entries = {entry.name: entry.class_name for entry in content.run.modules}
     rules: dict[str, list[str]] = {}
     for finding in content.findings:
         for name in finding.modules or ((finding.module,) if finding.module else ()):
@@ -222,7 +184,7 @@ def abnormal_modules(content: RunContent, tables: Sequence[KindTable]) -> list[A
             name = table.names[i]
             if (score >= _UNUSUAL or name in rules) and score > best.get(name, (-1.0,))[0]:
                 best[name] = score, table, i
-    order = sorted({*best, *rules}, key=lambda name: (name not in rules, -best.get(name, (0.0,))[0]))
+    order = sorted(dict.fromkeys([*rules, *best]), key=lambda name: (name not in rules, -best.get(name, (0.0,))[0]))
     found = []
     for name in order[:_ABNORMAL]:
         score, text, curve = 0.0, "", ""
@@ -231,7 +193,7 @@ def abnormal_modules(content: RunContent, tables: Sequence[KindTable]) -> list[A
             own = table.values[i, table.present[i]]
             text = f"{table.quantity.label(table.kind)}: {own[-1]:.3g}; the median of the others is {_middle(table, i):.3g}"
             curve = svg_sparkline(own, is_log=table.quantity.scale == "log")
-        class_name = entries.get(_module_of(name, entries), "")
+        class_name = content.run.order.classes([name])[0]
         found.append(Abnormal(name, class_name, score, text, curve, rules.get(name, [])))
     return found
 
@@ -310,14 +272,14 @@ def module_rows(run: StoredRun) -> tuple[list[str], list[ModuleRow]]:
     Series that belong to no module are left out.
     """
     kinds = module_kinds(run)[:_COLUMNS]
-    entries, order = {entry.name: entry for entry in run.modules}, ModuleOrder(run.modules)
+    entries = {entry.name: entry for entry in run.modules}
     columns = [
         {name: _cell(run.series(kind, name).values, run.quantity(kind).scale == "log") for name in run.names(kind)}
         for kind in kinds
     ]
     rows = []
-    for name in filter(order.belongs, run.module_names()):
-        entry, owner = entries.get(name), entries.get(_module_of(name, entries))
+    for name in filter(run.order.belongs, run.module_names()):
+        entry, owner = entries.get(name), run.order.entry(name)
         cells = [column.get(name, ("", "")) for column in columns]
         if entry is None and owner is not None and not any(text for text, _ in cells):
             continue

@@ -96,6 +96,12 @@ class Quantity:
         if not self.low < self.high:
             raise ConfigError(f"a range needs low < high, got {self.low!r} and {self.high!r}")
 
+    @property
+    def worse(self) -> int:
+        """1 if larger values are worse, -1 if smaller ones are, 0 if neither is; 0 as a good value makes larger ones worse."""
+        larger = self.larger or ("bad" if self.zero == "good" else "")
+        return {"bad": 1, "good": -1, "": 0}[larger]
+
     def label(self, kind: str) -> str:
         """Return the name of a kind with the unit, for an axis or a column.
 

@@ -126,7 +126,8 @@ class StoredRun:
         """Size of the incomplete record at the end of a file, which may be being written."""
         self._stored = found.stored
         self.matrices: list[dict[str, Any]] = found.matrices
-        self._order = ModuleOrder(self.modules)
+        self.order = ModuleOrder(self.modules)
+        """Sorts names of series by the positions of their modules."""
         self._quantities: Mapping[str, Quantity] | None = None
         self._index: dict[tuple[str, str], dict[str | None, int]] = {}
         for number, series in enumerate(self.all_series):
@@ -189,13 +190,13 @@ class StoredRun:
     def names(self, kind: str, pass_name: str = TRAINING) -> tuple[str | None, ...]:
         """Return the names of the series of a kind, in the order of the network; ``None`` is the whole network."""
         found = self._index.get((kind, pass_name), {})
-        return tuple(sorted(found, key=lambda name: (name is not None, self._order.key(name or ""))))
+        return tuple(sorted(found, key=lambda name: (name is not None, self.order.key(name or ""))))
 
     def module_names(self) -> tuple[str, ...]:
         """Return the names of all modules and of all series of modules, in the order of the network."""
         named = {name for found in self._index.values() for name in found if name is not None}
         named |= {entry.name for entry in self.modules}
-        return tuple(sorted(named, key=self._order.key))
+        return tuple(sorted(named, key=self.order.key))
 
     def series(self, kind: str, module: str | None = None, pass_name: str = TRAINING) -> SeriesValues:
         """Return the values of a series.
@@ -242,7 +243,7 @@ class StoredRun:
     def histogram_names(self, kind: str, pass_name: str = TRAINING) -> tuple[str | None, ...]:
         """Return the names of the series with histograms of a kind, in the order of the network."""
         found = [series.name for series in self._stored if (series.kind, series.pass_name) == (kind, pass_name)]
-        return tuple(sorted(found, key=lambda name: (name is not None, self._order.key(name or ""))))
+        return tuple(sorted(found, key=lambda name: (name is not None, self.order.key(name or ""))))
 
     def histograms(
         self, kind: str, module: str | None = None, pass_name: str = TRAINING

@@ -271,6 +271,16 @@ class ModuleOrder:
             name = name[:end]
         return self._positions.get(name)
 
+    def entry(self, name: str) -> ModuleEntry | None:
+        """Return the module with this name, or the module with a parameter or output of this name."""
+        position = self._position(name)
+        return None if position is None else self.modules[position]
+
+    def classes(self, names: Iterable[str | None]) -> list[str]:
+        """Return the class of the module of each name; an empty text without one."""
+        entries = (self.entry(name or "") for name in names)
+        return [entry.class_name if entry else "" for entry in entries]
+
     def belongs(self, name: str) -> bool:
         """Return whether `name` is a module, a parameter or an output; always ``True`` without modules."""
         return not self._positions or self._position(name) is not None

@@ -124,5 +124,14 @@ def test_the_row_that_differs_is_the_most_unusual(row, position):
     assert unusual_rows(np.ones((3, 2))).tolist() == [0, 0, 0]
 
 
+def test_rows_are_compared_with_those_of_their_class_and_only_worse_ones_count():
+    values = np.array([[1.0], [1.1], [0.9], [1.0], [7.0], [100.0], [110.0], [90.0], [100.0], [95.0], [1e5]])
+    classes = [*["Linear"] * 5, *["ReLU"] * 5, "Tanh"]
+    assert unusual_rows(values, classes).argmax() == 4
+    assert unusual_rows(values, classes)[10] == 0  # alone
+    assert unusual_rows(values, classes, worse=-1)[4] == 0
+    assert unusual_rows(values)[10] > unusual_rows(values)[4]
+
+
 def test_zeros_are_usual_where_most_rows_are_zero():
     assert unusual_rows(np.array([[0.0], [0.0], [0.0], [2.0]])).tolist() == [0, 0, 0, 0]

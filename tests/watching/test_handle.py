@@ -110,6 +110,18 @@ def test_summary_has_the_network_and_the_extremes_of_the_modules(backend, tmp_pa
     assert "loss" not in single
 
 
+def test_of_many_modules_the_summary_shows_those_that_differ_most(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(60)))
+    nn.init.constant_(model[57].weight, 100.0)
+    with watch(model, tmp_path, NormSubscriber("weights")) as watched:
+        train(model, 2)
+    text = str(watched.summary("weights_norm2"))
+    assert "the 40 of 60 modules that differ most" in text
+    assert len(re.findall(r"^57 ", text, re.MULTILINE)) == 1
+    assert len(re.findall(r"^\d+ ", text, re.MULTILINE)) == 40
+
+
 def test_values_that_are_not_finite_are_counted(tmp_path):
     model = network()
     with watch(model, tmp_path, NormSubscriber("weights")) as watched:

@@ -164,10 +164,10 @@ function wallTime(step) {
   const seconds = a[1] + Math.min(share, 1) * (b[1] - a[1]);
   return seconds < 100 ? seconds.toFixed(1) + " s" : seconds < 6000 ? (seconds / 60).toFixed(1) + " min" : (seconds / 3600).toFixed(1) + " h";
 }
-function short(value) {
+function short(value, digits = 4) {
   const size = Math.abs(value);
-  for (const [unit, name] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) if (size >= Math.max(unit, 1e4) && size < 1e3 * unit) return +(value / unit).toPrecision(4) + name;
-  return size !== 0 && (size < 1e-3 || size >= 1e12) ? value.toExponential().replace(/(\.\d{3})\d+/, "$1") : String(+value.toPrecision(4));
+  for (const [unit, name] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) if (size >= Math.max(unit, 1e4) && size < 1e3 * unit) return +(value / unit).toPrecision(digits) + name;
+  return size !== 0 && (size < 1e-3 || size >= 1e12) ? value.toExponential().replace(/(\.\d{3})\d+/, "$1") : String(+value.toPrecision(digits));
 }
 const toNumber = value => typeof value === "number" ? value : null;
 function joined(data) {
@@ -265,7 +265,7 @@ function makeChart(card) {
     scales: {x: {time: false}, y: {distr: {log: 3, asinh: 4}[data.scale] || 1, asinh: data.least, log: 10, range: limits}},
     axes: [
       {stroke: () => css("soft"), grid: {stroke: () => css("grid"), width: 1}, ticks: {show: false}, size: 28, incrs: isTime ? undefined : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8, 1e9, 1e10, 1e12, 1e15, 1e16, 1e17], values: (plot, steps) => steps.map(step => isTime && times.length ? wallTime(step) : short(step))},
-      {stroke: () => css("soft"), grid: {stroke: () => css("grid"), width: 1}, ticks: {show: false}, size: 58, values: (plot, values) => values.map(value => value === null || value === undefined ? "" : short(value))},
+      {stroke: () => css("soft"), grid: {stroke: () => css("grid"), width: 1}, ticks: {show: false}, size: 58, values: (plot, values) => values.map(value => value === null || value === undefined ? "" : short(value, data.scale === "linear" ? 4 : 3))},
     ],
     hooks: {
       drawClear: [plot => paint(plot, plot.numbers, true)],
