@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from tests.diagnosis.unseen import cases
+from tests.diagnosis.unseen.configurations import configurations
+from tests.diagnosis.unseen.recipes import Draw
 
 LATER = cases("later")
 FAULTS = {name: case for name, case in LATER.items() if not case.healthy}
@@ -32,3 +34,17 @@ def test_the_program_can_be_built_and_its_module_exists(name):
     modules, parameters = dict(program.model.named_modules()), dict(program.model.named_parameters())
     assert parameters
     assert module is None or module in modules or module in parameters
+
+
+def test_there_are_enough_healthy_configurations():
+    listed = list(configurations())
+    assert len({configuration.name for configuration in listed}) >= 600
+    assert len({configuration.family for configuration in listed}) >= 20
+
+
+@pytest.mark.parametrize("configuration", [c for c in configurations() if c.seed == 0], ids=lambda c: c.name)
+def test_a_seed_decides_settings_and_weights(configuration):
+    draws = Draw(configuration.seed), Draw(configuration.seed)
+    first, second = (configuration.build(draw).model.state_dict() for draw in draws)
+    assert draws[0].settings == draws[1].settings
+    assert all(torch.equal(first[name], second[name]) for name in first)
