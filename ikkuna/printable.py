@@ -1,9 +1,11 @@
-"""Parts of texts that are shown or logged."""
+"""Parts of texts that are shown, logged, or written as JSON."""
 
+import math
 import re
 from collections.abc import Collection
+from typing import Any
 
-__all__ = ["counted", "listed", "printable"]
+__all__ = ["counted", "finite", "listed", "printable"]
 
 _CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 _MULTILINE = re.compile(f"(?![\n\t]){_CONTROLS.pattern}")
@@ -46,3 +48,18 @@ def listed(names: Collection[str], most: int = 4) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, such as ``2 parameters``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def finite(value: Any) -> Any:
+    """Return a value with NaN and infinities as texts, because JSON has no such numbers.
+
+    Examples
+    --------
+    >>> finite({"loss": [0.5, float("nan")]})
+    {'loss': [0.5, 'nan']}
+    """
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -206,7 +206,7 @@ def test_circles_are_found(files, expected, tmp_path):
 
 
 def needs_triton(path):
-    return path.parent.name == "kernels"
+    return path.as_posix().endswith("device/kernels.py")
 
 
 IMPORT_EACH = """
@@ -497,7 +497,7 @@ SWITCHING = {
     "ikkuna/observation/hooks/context.py": "inference mode, see above",
     "ikkuna/numerics/curvature": "a metric that calls the model inside of `run_undisturbed`, which restores autograd",
     "subscribers/ikkuna_subscribers/hessian.py": "likewise; an interrupt may leave cuDNN off for recurrent layers",
-    "subscribers/ikkuna_subscribers/_helpers/probe_subscriber.py": "an interrupt at its end may leave the compiler off",
+    "subscribers/ikkuna_subscribers/_helpers.py": "an interrupt at its end may leave the compiler off",
     "ikkuna/observation/hooks/in_graph.py": "restored by the end of the step",
 }
 

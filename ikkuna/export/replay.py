@@ -22,7 +22,7 @@ from ikkuna.metrics.messages.message import Message
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, Values
 from ikkuna.observation.rows.rows import Rows, StepObserver
-from ikkuna.printable import printable
+from ikkuna.printable import listed, printable
 from ikkuna.store.finding import Finding
 from ikkuna.support.random_states import RandomStates
 from ikkuna.support.torch_internals import pytree
@@ -348,7 +348,8 @@ def check_fits(dump: Dump, model: nn.Module, state: dict[str, Any], optimizers: 
         stored = state[what]
         missing, unknown = sorted(stored.keys() - own.keys()), sorted(own.keys() - stored.keys())
         if missing or unknown:
-            lacks = f"it lacks {_listed(missing)}" if missing else f"the dump lacks {_listed(unknown)}"
+            names = listed([repr(name) for name in missing or unknown], 3)
+            lacks = f"it lacks {names}" if missing else f"the dump lacks {names}"
             raise DumpError(f"the dump '{dump.path}' is of another model: among the {what} {lacks}")
         for name, value in stored.items():
             if value.shape != own[name].shape or value.dtype != own[name].dtype:
@@ -409,10 +410,6 @@ def _renamed(state: dict[str, Any], model: nn.Module, names: Mapping[str, str]) 
         {**one, "param_groups": groups} for one, groups in zip(state["optimizers"], kept_groups, strict=True)
     ]
     return found
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _described(value: Tensor) -> str:

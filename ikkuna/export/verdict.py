@@ -2,7 +2,6 @@
 
 import copy
 import os
-import platform
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -17,10 +16,11 @@ from ikkuna.errors import DumpError
 from ikkuna.export.replay import Replay, ReplayRun, Step, check_fits, prepare, restore_state
 from ikkuna.export.row_ranking import RankedRow, parts_of, rank_batch
 from ikkuna.flight_recorder.capture import copy_state
-from ikkuna.flight_recorder.dump_reading import Dump, read_dump
+from ikkuna.flight_recorder.dump_reading import Dump
 from ikkuna.flight_recorder.operations import fingerprint
+from ikkuna.flight_recorder.recorder import software
 from ikkuna.numerics.spike_score import LIMIT, SpikeScore
-from ikkuna.printable import printable
+from ikkuna.printable import listed, printable
 from ikkuna.support.torch_internals import pytree
 
 _REPEATS = 3
@@ -116,24 +116,18 @@ def verdict(
     DumpError, ConfigTypeError
         As for `ikkuna.export.replay.replay`.
     """
-    found = dump if isinstance(dump, Dump) else read_dump(dump)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    run, steps = prepare(found, model, loss, optimizers, step)
-    return _Trial(found, run, steps, optimizers).judge()
+    return _Trial(*prepare(dump, model, loss, optimizer, step)).judge()
 
 
 def _differing_settings(dump: Dump) -> list[str]:
     """Return the versions and the machine of the dump that are not those of this process."""
-    here = {
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "threads": torch.get_num_threads(),
-    }
     known = dump.facts.get("versions")
     there = known if isinstance(known, dict) else {}
-    return [f"{name} is {own} here, and was {there[name]}" for name, own in here.items() if there.get(name, own) != own]
+    return [
+        f"{name} is {own} here, and was {there[name]}"
+        for name, own in software().items()
+        if there.get(name, own) != own
+    ]
 
 
 def _open_settings(run: ReplayRun) -> list[str]:
@@ -153,8 +147,9 @@ def _open_settings(run: ReplayRun) -> list[str]:
 class _Trial:
     """The replays of one dump, and what follows from them."""
 
-    def __init__(self, dump: Dump, run: ReplayRun, steps: list[dict[str, Any]], optimizers: list[Optimizer]) -> None:
-        self._dump, self._run, self._steps, self._optimizers = dump, run, steps, optimizers
+    def __init__(self, run: ReplayRun, steps: list[dict[str, Any]]) -> None:
+        dump = run.dump
+        self._dump, self._run, self._steps, self._optimizers = dump, run, steps, run.optimizers
         self._state = dump.tensors("state.pt")
         self._before, self._steps_before = self._read_before()
         losses = dump.losses
@@ -271,9 +266,8 @@ class _Trial:
         recorded, computed = _named(self._state), _named(copy_state(self._run.model, self._optimizers))
         differing = {name: _bits(value, computed[name]) for name, value in recorded.items() if name in computed}
         differing = {name: bits for name, bits in differing.items() if bits}
-        shown = ", ".join(f"{name} in {bits} bits" for name, bits in list(differing.items())[:3])
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-        self._evidence.append(f"the recorded state differs from the computed one: {shown}{more}")
+        shown = listed([f"{name} in {bits} bits" for name, bits in differing.items()], 3)
+        self._evidence.append(f"the recorded state differs from the computed one: {shown}")
         return ("device" if sum(differing.values()) == 1 else "state"), bool(differing)
 
     def _rows(self) -> tuple[RankedRow, ...]:

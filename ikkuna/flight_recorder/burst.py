@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.flight_recorder.ring import measured_columns
+from ikkuna.flight_recorder.recorded_steps import measured_columns, names_of
 from ikkuna.metrics.bus.bus import Handle, MessageBus
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS
 from ikkuna.metrics.messages.message import Message
@@ -144,13 +144,4 @@ def _arrays(
         "values": table,
         "histograms": np.concatenate(histograms) if histograms else np.zeros((0, 4), np.int64),
         **names_of(keys[:rows]),
-    }
-
-
-def names_of(keys: list[Any]) -> dict[str, NDArray[Any]]:
-    """Return kind, module and path of each row as arrays of texts."""
-    return {
-        "kinds": np.array([site.kind for site, _ in keys], np.str_),
-        "modules": np.array([site.module or "" for site, _ in keys], np.str_),
-        "paths": np.array([path for _, path in keys], np.str_),
     }

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from ikkuna.flight_recorder.capture import size_of
 from ikkuna.flight_recorder.checks import PLAIN
+from ikkuna.printable import finite
 from ikkuna.support.arrays import write_arrays
 from ikkuna.support.console import announce
 from ikkuna.support.failures import error_text, log, suppressed
@@ -183,10 +184,10 @@ def _index(facts: dict[str, Any], max_bytes: int) -> bytes:
     shorter: dict[str, Any]
     for shorter in ({}, {"modules": []}, {"findings": [], "rules": []}):
         facts = facts | shorter
-        data = json.dumps(_finite(facts), separators=(",", ":")).encode()
+        data = json.dumps(finite(facts), separators=(",", ":")).encode()
         if len(data) <= limit:
             return data
-    return json.dumps(_finite(facts | {"reasons": [str(reason)[:200] for reason in facts["reasons"][:3]]})).encode()
+    return json.dumps(finite(facts | {"reasons": [str(reason)[:200] for reason in facts["reasons"][:3]]})).encode()
 
 
 class _TooLargeError(Exception):
@@ -290,7 +291,7 @@ def _add_arrays(
         index["files"][name] = files.popitem()[1]
     else:
         index["left_out"][name] = f"a dump has at most {max_bytes} bytes"
-    data = json.dumps(_finite(index | dict(facts)), separators=(",", ":")).encode()
+    data = json.dumps(finite(index | dict(facts)), separators=(",", ":")).encode()
     with atomic_path(directory / INDEX) as partial:
         _write(partial, lambda file: file.write(data), {}, INDEX_BYTES)
     _synchronise(directory)
@@ -327,15 +328,6 @@ def _on_host(value: Any) -> Any:
     if not isinstance(value, PLAIN):
         raise TypeError(f"a {type(value).__name__} cannot be stored")
     return value
-
-
-def _finite(value: Any) -> Any:
-    """Return a value with NaN and infinities as texts, because JSON has no such numbers."""
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return repr(value) if isinstance(value, float) and not np.isfinite(value) else value
 
 
 class DumpJob:

@@ -21,24 +21,145 @@ from ikkuna.flight_recorder.dump_writing import DumpContent, DumpJob, DumpWriter
 from ikkuna.flight_recorder.options import MemoryBudget, RecorderOptions
 from ikkuna.flight_recorder.process_hooks import hook_process
 from ikkuna.flight_recorder.recorded_steps import RecordedSteps, rule_facts, worst_row
-from ikkuna.flight_recorder.triggers import AT_END, CoolDown, NonFiniteTrigger
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.metrics.subscriber.base import StepLosses
 from ikkuna.numerics.spike_score import LIMIT, SpikeScore
-from ikkuna.numerics.statistics.table import COLUMN
+from ikkuna.numerics.statistics.table import COLUMN, Values
 from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.rows.plan import Plan
 from ikkuna.observation.rows.rows import Rows, StepObserver
+from ikkuna.printable import listed
 from ikkuna.store.finding import SEVERITIES, Finding
 from ikkuna.support.failures import error_text, log, suppressed
+
+AT_END = 2
+"""The importance of a dump at the end of the process."""
+
+_NANS, _INFS = COLUMN["nans"], COLUMN["infs"]  # these columns are neighbours
+_NONE = np.zeros(0, np.int64)
+
+
+class NonFiniteTrigger:
+    """Finds rows that contain NaN or Inf, and did not when they were measured before.
+
+    Infinities that a network uses from its first step on, such as those of an attention mask, raise no alarm.
+
+    Examples
+    --------
+    >>> from ikkuna.numerics.statistics.table import row_of
+    >>> trigger = NonFiniteTrigger()
+    >>> good, bad = np.stack([row_of(1.0), row_of(2.0)]), np.stack([row_of(1.0), row_of(np.nan)])
+    >>> [trigger.update(table).tolist() for table in (good, good, bad, bad)]
+    [[], [], [1], []]
+    """
+
+    def __init__(self) -> None:
+        self._was_bad = np.zeros(0, np.bool_)
+        self._is_known = np.zeros(0, np.bool_)
+        self._any_was_bad = False
+
+    def update(self, values: Values) -> NDArray[np.int64]:
+        """Return the numbers of the rows that have become non-finite.
+
+        Parameters
+        ----------
+        values : array
+            ``(rows, columns)``
+        """
+        count = len(values)
+        if count > len(self._is_known):
+            more = np.zeros(count - len(self._is_known), np.bool_)
+            self._was_bad, self._is_known = np.append(self._was_bad, more), np.append(self._is_known, more)
+        measured = values[:, 0] > 0
+        if not self._any_was_bad and not values[:, _NANS : _INFS + 1].any():
+            self._is_known[:count] |= measured
+            return _NONE
+        bad = (values[:, _NANS] + values[:, _INFS]) > 0
+        is_new = bad & self._is_known[:count] & ~self._was_bad[:count]
+        self._is_known[:count] |= measured
+        self._was_bad[:count] = np.where(measured, bad, self._was_bad[:count])
+        self._any_was_bad = bool(self._was_bad.any())
+        return np.flatnonzero(is_new)
+
+
+class CoolDown:
+    """Decides whether an automatic dump is written, so that a run that is broken does not write dumps for ever.
+
+    A dump that could not be written does not count.  One more dump than `limit` is kept for the end of the process.
+
+    Parameters
+    ----------
+    steps : int
+        Number of steps after a dump without another one; a tenth of it after a failure.
+    limit : int
+        Number of dumps of a run.
+
+    Examples
+    --------
+    >>> def written(cool_down, *events):
+    ...     return [step for step, importance in events if cool_down.allows(step, importance) and not cool_down.add(step, importance)]
+    >>> written(CoolDown(steps=100, limit=2), (10, 0), (50, 0), (150, 0), (300, 0), (301, AT_END), (500, AT_END))
+    [10, 150, 301]
+    >>> written(CoolDown(steps=100, limit=2), (10, 0), (11, 1), (12, 1))
+    [10, 11]
+    """
+
+    def __init__(self, steps: int, limit: int) -> None:
+        self._steps, self._limit = steps, limit
+        self._dumps: list[tuple[int, int, Callable[[], bool]]] = []
+        self._retry = -1
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether as many dumps are written as a run may have."""
+        return len(self._dumps) >= self._limit
+
+    def allows(self, step: int, importance: int = 0) -> bool:
+        """Return whether a dump may be written now.
+
+        Parameters
+        ----------
+        step : int
+            The step.
+        importance : int
+            A recent dump of less importance does not prevent this one.  `AT_END` may use the dump that is kept.
+        """
+        failed = [dump for dump in self._dumps if dump[2]()]
+        if failed:
+            self._dumps = [dump for dump in self._dumps if dump not in failed]
+            self._retry = failed[-1][0] + self._steps // 10
+        is_end = importance >= AT_END
+        if len(self._dumps) >= self._limit + (is_end and self._limit > 0):
+            return False
+        if self._dumps:
+            last, its_importance, _ = self._dumps[-1]
+            if its_importance >= importance and 0 <= step - last < self._steps:
+                return False
+        return is_end or step >= self._retry
+
+    def add(self, step: int, importance: int = 0, has_failed: Callable[[], bool] = lambda: False) -> None:
+        """Count a dump; `has_failed` returns whether it could not be written."""
+        self._dumps.append((step, importance, has_failed))
+
 
 _LAST_WORDS = 5.0  # seconds for a dump of a process that ends
 _OF_NUMBERS, _OF_RULE = range(2)  # the importance of a dump; that of `AT_END` is larger
 _HISTOGRAM_BYTES = 1 << 19
 _SMALL_BURST = 1 << 20
 _QUIET = frozenset(("activations", "layer_inputs", "input_data", "network_output"))  # may contain Inf on purpose
+
+
+def software() -> dict[str, Any]:
+    """Return what decides which bits an operation computes, beside its inputs."""
+    return {
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
 
 
 class FlightRecorder(StepObserver):
@@ -66,7 +187,6 @@ class FlightRecorder(StepObserver):
         self._reasons: list[str] = []
         self._findings: list[Finding] = []
         self._burst: Burst | None = None
-        self._burst_job: DumpJob | None = None
         self._process = os.getpid()
         self._is_cleaned = self._has_said = False
         self.judge: Judge | None = None
@@ -141,8 +261,7 @@ class FlightRecorder(StepObserver):
         nans = rows.values[:, COLUMN["nans"]]
         named = [str(rows.keys[row][0]) for row in bad if nans[row] or rows.keys[row][0].kind not in _QUIET]
         if named:
-            more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-            self._reasons.append(f"NaN or Inf in {', '.join(named[:3])}{more}")
+            self._reasons.append(f"NaN or Inf in {listed(named, 3)}")
 
     def step_delivered(self, stamp: Stamp) -> None:
         """Write a dump if something went wrong in this step."""
@@ -315,14 +434,7 @@ class FlightRecorder(StepObserver):
                 [entry.name, entry.class_name, [list(p) for p in entry.parameters]] for entry in self._bus.network
             ],
             "options": asdict(self.options),
-            "versions": {
-                "ikkuna": sys.modules["ikkuna"].__version__,
-                "torch": torch.__version__,
-                "numpy": np.__version__,
-                "python": platform.python_version(),
-                "machine": platform.machine(),
-                "threads": torch.get_num_threads(),
-            },
+            "versions": {"ikkuna": sys.modules["ikkuna"].__version__, **software()},
         }
 
     def close(self) -> None:

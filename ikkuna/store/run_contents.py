@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.errors import ConfigError
-from ikkuna.store.event_reader import KIND_HISTOGRAM, KIND_TENSOR, EventColumns, EventFile
-from ikkuna.store.event_records import whole_records
+from ikkuna.store.event_reader import KIND_HISTOGRAM, KIND_TENSOR, EventColumns, EventFile, PythonScanner
 from ikkuna.store.json_lines import LineFile, read_lines, replaced_ends
 from ikkuna.store.names import Series, decode, series_of_tag
 from ikkuna.store.run_directory import RUN_FILE
@@ -491,7 +490,6 @@ def _add_line_others(contents: RunContents, file: LineFile) -> None:
 
 
 _TAIL = 2**20  # bytes
-_HEAD, _FOOT = 12, 4  # bytes of a record before and behind its payload
 
 
 def last_step(directory: Path) -> int:
@@ -526,18 +524,10 @@ def _tail(file: Path) -> bytes:
 
 def _last_of_events(data: bytes) -> int:
     """Return the step of the last record with a number; images are written later than the values of their steps."""
-    from tensorboardX.proto.event_pb2 import Event  # it imports torch
-
-    last = -1
-    for record in whole_records(data):
-        try:
-            event = Event.FromString(record[_HEAD:-_FOOT])
-        except Exception as error:  # protobuf's own error; the record belongs to something else
-            raise_users_exception(error)
-            continue
-        if any(value.WhichOneof("value") == "simple_value" for value in event.summary.value):
-            last = int(event.step)
-    return last
+    scanner = PythonScanner()
+    scanner.scan(data, 0, True)
+    found = scanner.columns()
+    return int(found.steps[found.event[-1]]) if len(found.event) else -1
 
 
 def _last_of_lines(data: bytes) -> int:

@@ -24,7 +24,7 @@ from ikkuna.numerics.layers import (
     unit_counters,
 )
 from ikkuna.support.modules import NamedParameter, parameters_of
-from ikkuna_subscribers._helpers.arguments import require_integers
+from ikkuna_subscribers._helpers import require_integers
 
 
 class DeadUnitsSubscriber(PlotSubscriber):

@@ -20,8 +20,7 @@ from ikkuna.numerics.elements import has_numbers
 from ikkuna.numerics.layers import AttentionRow, attention_means, attention_row, scores_row
 from ikkuna.support.modules import class_name, named_modules
 from ikkuna.support.undisturbed import gradients, switched
-from ikkuna_subscribers._helpers.arguments import require_integers
-from ikkuna_subscribers._helpers.probe_subscriber import ProbeSubscriber
+from ikkuna_subscribers._helpers import ProbeSubscriber, require_integers
 
 
 class AttentionCall(NamedTuple):

@@ -19,7 +19,7 @@ from ikkuna.numerics.statistics import Record
 from ikkuna.numerics.statistics.float_code import SAMPLE, sample
 from ikkuna.numerics.statistics.histogram import Buckets, Histograms
 from ikkuna.numerics.statistics.record import Records
-from ikkuna_subscribers._helpers.arguments import require_integers
+from ikkuna_subscribers._helpers import require_integers
 
 SIGMA_PERCENTILES = (0.13, 2.28, 15.87, 50.0, 84.13, 97.72, 99.87)
 """The percentiles of a normal distribution at -3, -2, … 3 standard deviations from its mean."""

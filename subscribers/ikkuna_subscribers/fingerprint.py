@@ -13,7 +13,7 @@ from torch import Tensor
 from ikkuna.export.messages import MessageBatch, ModuleMessage
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.numerics.bits import bit_sum
-from ikkuna_subscribers._helpers.arguments import require_integers, require_parameter_kind
+from ikkuna_subscribers._helpers import require_integers, require_parameter_kind
 
 log = logging.getLogger("ikkuna")
 

@@ -10,7 +10,7 @@ from torch import nn
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage, NetworkMessage
 from ikkuna.export.subscriber import PlotSubscriber, Quantity
-from ikkuna_subscribers._helpers.arguments import require_integers
+from ikkuna_subscribers._helpers import require_integers
 
 log = logging.getLogger("ikkuna")
 

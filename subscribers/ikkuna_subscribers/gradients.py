@@ -18,7 +18,7 @@ from ikkuna.metrics.messages.kinds import MICRO_KINDS, PARAMETER_KINDS
 from ikkuna.numerics.elements import readable
 from ikkuna.numerics.geometry import dot, squared_norm
 from ikkuna.numerics.noise import RunningNoise, gradient_snr, pairwise_noise_scale, sign_agreement, signs_of
-from ikkuna_subscribers._helpers.arguments import SampleCount, require_integers
+from ikkuna_subscribers._helpers import SampleCount, require_integers
 
 log = logging.getLogger("ikkuna")
 

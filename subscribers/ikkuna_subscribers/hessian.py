@@ -16,8 +16,7 @@ from ikkuna.numerics.curvature.hessian_product import quadratic_forms, trace_of
 from ikkuna.numerics.curvature.lanczos import Coefficients, Density, Ritz, density_of, lanczos_coefficients, ritz_of
 from ikkuna.numerics.curvature.second_derivative import twice_differentiable
 from ikkuna.numerics.statistics.histogram import Buckets
-from ikkuna_subscribers._helpers.arguments import require_integers
-from ikkuna_subscribers._helpers.probe_subscriber import ProbeSubscriber
+from ikkuna_subscribers._helpers import ProbeSubscriber, require_integers
 
 
 class _Measured(NamedTuple):

@@ -14,7 +14,7 @@ from ikkuna.export.subscriber import PlotSubscriber, Quantity, SharedStatisticSu
 from ikkuna.numerics.elements import has_numbers, pieces, readable, without_repeats
 from ikkuna.numerics.statistics.record import Records
 from ikkuna.numerics.statistics.table import Values
-from ikkuna_subscribers._helpers.arguments import require_integers
+from ikkuna_subscribers._helpers import require_integers
 
 
 class MeanSubscriber(SharedStatisticSubscriber):

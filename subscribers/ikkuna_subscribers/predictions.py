@@ -12,12 +12,11 @@ from torch.utils.data import DataLoader
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages import MessageBatch, MessageBundle, NetworkMessage
 from ikkuna.export.subscriber import Pending, PlotSubscriber, Quantity, SharedStatisticSubscriber, name_results
-from ikkuna.numerics.constant_prediction import constant_figures
 from ikkuna.numerics.noise import RunningMean
-from ikkuna.numerics.prediction import PREDICTION_FIGURES, count_correct, prediction_figures, shifted
+from ikkuna.numerics.prediction import PREDICTION_FIGURES, constant_figures, count_correct, prediction_figures, shifted
 from ikkuna.numerics.statistics.record import Records
 from ikkuna.support.undisturbed import undisturbed_randomness
-from ikkuna_subscribers._helpers.arguments import require_integers, scheduled_kind
+from ikkuna_subscribers._helpers import require_integers, scheduled_kind
 
 
 class LossSubscriber(PlotSubscriber):
@@ -165,7 +164,7 @@ class ConstantPredictionSubscriber(PlotSubscriber):
 
     Takes the arguments of the loss and the loss: outputs and labels of one shape, numbers or probabilities.
     Publishes ``loss_over_constant``, without a unit; ``constant_loss``, the loss of the best constant as a mean over elements;
-    and ``loss_form``, which loss it is, as a number of `ikkuna.numerics.constant_prediction.LOSS_FORMS`; -1 is an unknown one.
+    and ``loss_form``, which loss it is, as a number of `ikkuna.numerics.prediction.LOSS_FORMS`; -1 is an unknown one.
     The loss is recognised by its value: MSE, MAE, Huber, binary cross-entropy, cross-entropy with probabilities, or divergence.
     Of a loss of another form, and of equal labels, only ``loss_form`` is published.
     Of several micro-batches and ranks the last one counts.

@@ -23,8 +23,7 @@ from ikkuna.numerics.representation import (
     to_rows,
 )
 from ikkuna.store.values import Matrix
-from ikkuna_subscribers._helpers.arguments import require_integers
-from ikkuna_subscribers._helpers.probe_subscriber import EarlierResults, ProbeSubscriber
+from ikkuna_subscribers._helpers import EarlierResults, ProbeSubscriber, require_integers
 
 _LEAST = 4  # the smallest batch for which the debiased estimate exists
 

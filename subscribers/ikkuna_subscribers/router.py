@@ -14,7 +14,7 @@ from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.numerics.elements import readable
 from ikkuna.numerics.layers import dispatch_row, router_figures, router_row
 from ikkuna.numerics.prediction import z_loss_row
-from ikkuna_subscribers._helpers.arguments import require_integers
+from ikkuna_subscribers._helpers import require_integers
 
 _KINDS = (
     "router_entropy",

@@ -22,7 +22,7 @@ from ikkuna.numerics.spectrum import (
     spectral_norm,
     stable_rank,
 )
-from ikkuna_subscribers._helpers.arguments import require_integers
+from ikkuna_subscribers._helpers import require_integers
 
 
 class SpectrumSubscriber(PlotSubscriber):

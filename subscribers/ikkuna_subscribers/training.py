@@ -17,7 +17,7 @@ from ikkuna.export.messages import Message, MessageBatch, NetworkMessage
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, SharedStatisticSubscriber, name_results
 from ikkuna.numerics.spike_score import SpikeScore
 from ikkuna.numerics.statistics import Record
-from ikkuna_subscribers._helpers.arguments import SampleCount
+from ikkuna_subscribers._helpers import SampleCount
 
 
 class LearningRateSubscriber(PlotSubscriber):

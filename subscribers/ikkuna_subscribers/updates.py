@@ -25,7 +25,7 @@ from ikkuna.numerics.geometry import (
     squared_norm,
 )
 from ikkuna.support.modules import parameters_of
-from ikkuna_subscribers._helpers.arguments import TensorCopies, require_parameter_kind
+from ikkuna_subscribers._helpers import TensorCopies, require_parameter_kind
 
 
 class UpdateSubscriber(PlotSubscriber):

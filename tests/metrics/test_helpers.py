@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from ikkuna_subscribers._helpers.arguments import SampleCount, TensorCopies, require_integers
-from ikkuna_subscribers._helpers.probe_subscriber import EarlierResults
+from ikkuna_subscribers._helpers import EarlierResults, SampleCount, TensorCopies, require_integers
 from ikkuna_subscribers.non_finite import find_producer
 from ikkuna_subscribers.recurrent import RecurrentLayers
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from ikkuna_subscribers._helpers.probe_subscriber import ProbeData
+from ikkuna_subscribers._helpers import ProbeData
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 

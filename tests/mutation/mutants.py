@@ -12,7 +12,7 @@ LOGIC = (
     "ikkuna/diagnosis/history.py",
     "ikkuna/diagnosis/judge.py",
     "ikkuna/distributed/merge.py",
-    "ikkuna/flight_recorder/triggers.py",
+    "ikkuna/flight_recorder/recorder.py",
     "ikkuna/metrics/bus/delivery.py",
     "ikkuna/numerics/statistics/host.py",
     "ikkuna/numerics/statistics/record.py",

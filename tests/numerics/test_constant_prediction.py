@@ -6,7 +6,7 @@ import torch
 from scipy.optimize import minimize
 from torch.nn import functional as F
 
-from ikkuna.numerics.constant_prediction import LOSS_FORMS, constant_figures
+from ikkuna.numerics.prediction import LOSS_FORMS, constant_figures
 
 ROWS, COLUMNS = 400, 3
 

@@ -6,10 +6,9 @@ import operator
 import os
 import re
 import sys
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -51,9 +50,9 @@ def matcher(pattern: Pattern) -> Callable[[str], bool]:
 
     Examples
     --------
-    >>> select(["ln1.weight", "fc.weight", "fc.bias"], ["ln", "re:bias$"])
+    >>> list(filter(matcher(["ln", "re:bias$"]), ["ln1.weight", "fc.weight", "fc.bias"]))
     ['ln1.weight', 'fc.bias']
-    >>> select(["h.0.query.weight", "h.0.key.weight"], ".*query.*")
+    >>> list(filter(matcher(".*query.*"), ["h.0.query.weight", "h.0.key.weight"]))
     ['h.0.query.weight']
     """
     if pattern is None:
@@ -61,12 +60,6 @@ def matcher(pattern: Pattern) -> Callable[[str], bool]:
     parts = [pattern] if isinstance(pattern, str | re.Pattern) else list(pattern)
     tests = [_test(part) for part in parts]
     return lambda name: any(test(name) for test in tests)
-
-
-def select(names: Iterable[str], pattern: Pattern) -> list[str]:
-    """Return the `names` that match `pattern`, in order; an empty result is not an error."""
-    matches = matcher(pattern)
-    return [name for name in names if matches(name)]
 
 
 def _test(part: str | re.Pattern[str]) -> Callable[[str], bool]:
@@ -79,88 +72,6 @@ def _test(part: str | re.Pattern[str]) -> Callable[[str], bool]:
     except re.error as error:
         raise ConfigError(f"the pattern {part!r} is no valid regular expression: {error}") from error
     return lambda name: part in name or expression.search(name) is not None
-
-
-class Arithmetic(Mapping[str, Any]):
-    """Elementwise operators of a mapping of tensors; none works in place."""
-
-    @abstractmethod
-    def with_values(self, values: Mapping[str, Any]) -> Self:
-        """Return a new object of this class with `values`, which are not copied."""
-
-    def paired(self, other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Return both values for each name.
-
-        Raises
-        ------
-        ConfigError
-            If the names differ, or if two shapes cannot be broadcast to one of them.
-        """
-        if set(self) != set(other):
-            only = [f"only on the left: {name}" for name in self if name not in other]
-            only += [f"only on the right: {name}" for name in other if name not in self]
-            raise ConfigError(f"both sides need the same names; {'; '.join(only[:6])}")
-        for name in self:
-            _check_shapes(name, self[name], other[name])
-        return {name: (self[name], other[name]) for name in self}
-
-    def _combine(self, other: Any, function: Callable[[Any, Any], Any]) -> Self:
-        if isinstance(other, Mapping):
-            values = {name: function(a, b) for name, (a, b) in self.paired(other).items()}
-        elif isinstance(other, bool | int | float) or (isinstance(other, Tensor) and other.ndim == 0):
-            values = {name: function(value, other) for name, value in self.items()}
-        else:
-            return NotImplemented  # type: ignore[no-any-return]  # Python then tries the operator of the other operand
-        return self.with_values(values)
-
-    def __add__(self, other: Any) -> Self:
-        return self._combine(other, operator.add)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Self:
-        return self._combine(other, operator.sub)
-
-    def __rsub__(self, other: Any) -> Self:
-        return self._combine(other, lambda a, b: b - a)
-
-    def __mul__(self, other: Any) -> Self:
-        return self._combine(other, operator.mul)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> Self:
-        return self._combine(other, _divide)
-
-    def __rtruediv__(self, other: Any) -> Self:
-        return self._combine(other, lambda a, b: _divide(b, a))
-
-    def __pow__(self, other: Any) -> Self:
-        return self._combine(other, operator.pow)
-
-    def __neg__(self) -> Self:
-        return self._combine(-1, operator.mul)
-
-    def __abs__(self) -> Self:
-        return self.abs()
-
-    def abs(self) -> Self:
-        """Return the magnitudes."""
-        return self._combine(0, lambda a, _: abs(a))
-
-    def sqrt(self) -> Self:
-        """Return the square roots."""
-        return self._combine(
-            0, lambda a, _: a.sqrt() if isinstance(a, Tensor) else _float(torch.tensor(a, device="cpu").sqrt())
-        )
-
-    def sign(self) -> Self:
-        """Return -1, 0 or 1 for every element."""
-        return self._combine(0, lambda a, _: a.sign() if isinstance(a, Tensor) else (a > 0) - (a < 0))
-
-    def clip(self, min: float | None = None, max: float | None = None) -> Self:
-        """Return every element limited to the range from `min` to `max`."""
-        return self._combine(0, lambda a, _: _like(a, torch.clamp(torch.as_tensor(a), min, max)))
 
 
 def _divide(a: Any, b: Any) -> Any:
@@ -280,7 +191,7 @@ def _plain(value: Any) -> Tensor:
     return value.detach().clone(memory_format=torch.contiguous_format)
 
 
-class NetDict(Arithmetic):
+class NetDict(Mapping[str, Any]):
     """An ordered, immutable mapping of names to tensors (or numbers): a snapshot of a net.
 
     Arithmetic works name by name and returns a new object.  The other operand is a number, or a mapping with the same
@@ -342,6 +253,80 @@ class NetDict(Arithmetic):
     def __repr__(self) -> str:
         shown = (f"{k}={v!r}" if not isinstance(v, Tensor) else f"{k}: {tuple(v.shape)}" for k, v in self.items())
         return printable(f"NetDict({', '.join(shown)})")
+
+    def paired(self, other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Return both values for each name.
+
+        Raises
+        ------
+        ConfigError
+            If the names differ, or if two shapes cannot be broadcast to one of them.
+        """
+        if set(self) != set(other):
+            only = [f"only on the left: {name}" for name in self if name not in other]
+            only += [f"only on the right: {name}" for name in other if name not in self]
+            raise ConfigError(f"both sides need the same names; {'; '.join(only[:6])}")
+        for name in self:
+            _check_shapes(name, self[name], other[name])
+        return {name: (self[name], other[name]) for name in self}
+
+    def _combine(self, other: Any, function: Callable[[Any, Any], Any]) -> "NetDict":
+        if isinstance(other, Mapping):
+            values = {name: function(a, b) for name, (a, b) in self.paired(other).items()}
+        elif isinstance(other, bool | int | float) or (isinstance(other, Tensor) and other.ndim == 0):
+            values = {name: function(value, other) for name, value in self.items()}
+        else:
+            return NotImplemented  # type: ignore[no-any-return]  # Python then tries the operator of the other operand
+        return self.with_values(values)
+
+    def __add__(self, other: Any) -> "NetDict":
+        return self._combine(other, operator.add)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> "NetDict":
+        return self._combine(other, operator.sub)
+
+    def __rsub__(self, other: Any) -> "NetDict":
+        return self._combine(other, lambda a, b: b - a)
+
+    def __mul__(self, other: Any) -> "NetDict":
+        return self._combine(other, operator.mul)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> "NetDict":
+        return self._combine(other, _divide)
+
+    def __rtruediv__(self, other: Any) -> "NetDict":
+        return self._combine(other, lambda a, b: _divide(b, a))
+
+    def __pow__(self, other: Any) -> "NetDict":
+        return self._combine(other, operator.pow)
+
+    def __neg__(self) -> "NetDict":
+        return self._combine(-1, operator.mul)
+
+    def __abs__(self) -> "NetDict":
+        return self.abs()
+
+    def abs(self) -> "NetDict":
+        """Return the magnitudes."""
+        return self._combine(0, lambda a, _: abs(a))
+
+    def sqrt(self) -> "NetDict":
+        """Return the square roots."""
+        return self._combine(
+            0, lambda a, _: a.sqrt() if isinstance(a, Tensor) else _float(torch.tensor(a, device="cpu").sqrt())
+        )
+
+    def sign(self) -> "NetDict":
+        """Return -1, 0 or 1 for every element."""
+        return self._combine(0, lambda a, _: a.sign() if isinstance(a, Tensor) else (a > 0) - (a < 0))
+
+    def clip(self, min: float | None = None, max: float | None = None) -> "NetDict":
+        """Return every element limited to the range from `min` to `max`."""
+        return self._combine(0, lambda a, _: _like(a, torch.clamp(torch.as_tensor(a), min, max)))
 
     def at(self, index: int) -> Any:
         """Return the value at a position."""

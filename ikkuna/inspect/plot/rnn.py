@@ -305,6 +305,10 @@ def _draw_matrices(
         _label_matrix(ax, name, part, width, style)
         if colorbar and name == tops[-1]:
             figure.colorbar(image, ax=[axes[top] for top in tops], **style.config("colorbar", fraction=0.05, pad=0.02))
+    _add_title(figure, part, style)
+
+
+def _add_title(figure: NotebookFigure, part: RNNPanels, style: Style) -> None:
     if style.title:
         text = part.name if style.title is True else f"{style.title} — {part.name}"
         figure.suptitle(text, **style.config("title", weight="bold"))
@@ -420,9 +424,7 @@ def _draw_distributions(figure: NotebookFigure, part: RNNPanels, bins: int, zero
         _draw_distribution(ax, part.panels["bias"], bins, zero, style)
         ax.set_title("BIAS", weight="bold")
         ax.set(xlabel="value", ylabel="density")
-    if style.title:
-        text = part.name if style.title is True else f"{style.title} — {part.name}"
-        figure.suptitle(text, **style.config("title", weight="bold"))
+    _add_title(figure, part, style)
     return gated
 
 

@@ -78,17 +78,16 @@ class DeviceStatistics:
         x, times = without_repeats(x)
         weight = weight * times
         is_weighted = isinstance(weight, Tensor) or weight != 1
-        if x.numel() and not is_weighted and self._add_with_kernels(row, x, fields, generator, stream):
-            return True
-        if not x.numel():
-            pass
-        elif _overlaps(x):
-            self._exact.add(row, x, fields, weight)
-        elif operators.accepts(x, fields) and not is_weighted and row not in self._imprecise:
-            for part in operators.split(x, fields):
-                self._reduced.append(ReducedTensor(row, part.numel(), fields, operators.reduce(part, fields)))
-        else:
-            self._exact.add(row, x, fields, weight)
+        if x.numel():
+            is_taken = not is_weighted and self._kernels is not None and self._kernels.kernels.accepts_one(x, fields)
+            if is_taken and self._add_with_kernels(row, x, fields, generator, stream):
+                return True
+            is_precise = not is_weighted and row not in self._imprecise
+            if is_precise and operators.accepts(x, fields) and not _overlaps(x):
+                for part in operators.split(x, fields):
+                    self._reduced.append(ReducedTensor(row, part.numel(), fields, operators.reduce(part, fields)))
+            else:
+                self._exact.add(row, x, fields, weight)
         if not fields.isdisjoint(HISTOGRAMS):
             add_codes(self.codes.setdefault(row, {}), repeated, fields, generator)
         return True
@@ -99,25 +98,14 @@ class DeviceStatistics:
             return False
         if fields.isdisjoint(HISTOGRAMS):
             return fields != _NUMBER and kernels.add_plain(row, x, fields, self._streams.note())
-        return self._add_with(kernels, row, x, fields, generator, self._streams.note())
+        return self._add_with_kernels(row, x, fields, generator, self._streams.note())
 
     def _add_with_kernels(
         self, row: int, x: Tensor, fields: frozenset[str], generator: torch.Generator | None, stream: Any
     ) -> bool:
-        """Measure a tensor with Triton kernels, if there is one for it."""
-        if (kernels := self._kernels) is None or not kernels.kernels.accepts_one(x, fields):
-            return False
-        return self._add_with(kernels, row, x, fields, generator, stream)
-
-    def _add_with(
-        self,
-        kernels: KernelStatistics,
-        row: int,
-        x: Tensor,
-        fields: frozenset[str],
-        generator: torch.Generator | None,
-        stream: Any,
-    ) -> bool:
+        """Measure a tensor that the Triton kernels take; return whether the launch succeeds."""
+        kernels = self._kernels
+        assert kernels is not None
         left = kernels.add(row, x, fields, generator, stream)
         if left is None:
             return False

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ _PER_HISTOGRAM = 16  # programs that add to one histogram
 _HISTOGRAMS = 16  # of a tensor, at most
 _MOST_TABLES = 16
 _MOST_ADDRESSES = 24  # gradients may have new addresses at every step
-T = TypeVar("T")
 
 
 class TensorList(NamedTuple):
@@ -61,10 +60,10 @@ class Chunks(NamedTuple):
     tensors: tuple[int, ...]
 
 
-class Order(NamedTuple, Generic[T]):
+class Order(NamedTuple):
     """Which rows or histograms belong together: the owners, each once, and on the device the numbers of those of each."""
 
-    names: tuple[T, ...]
+    names: tuple[Any, ...]
     order: Tensor
     begin: Tensor
 
@@ -87,74 +86,45 @@ class KernelTables:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._chunks: dict[tuple[tuple[int, ...], float], Chunks] = {}
-        self._drawn: dict[tuple[int, ...], Tensor] = {}
-        self._addresses: dict[tuple[int, ...], Tensor] = {}
-        self._orders: dict[tuple[Any, ...], Order[Any]] = {}
-        self._scales: dict[tuple[float, ...], Tensor] = {}
+        keep = lru_cache(_MOST_TABLES)
+        self.order_of, self._chunks_of = keep(self._order), keep(self._chunks)
+        self.numbers, self._addresses_of = keep(self._send), lru_cache(_MOST_ADDRESSES)(self._send)
 
     def addresses_of(self, tensors: TensorList) -> tuple[Tensor, bool]:
         """Return the addresses of tensors, and whether loads of 16 bytes can read them."""
         addresses = tuple(0 if x is None else x.data_ptr() for x in (*tensors.xs, *tensors.others))
-        if (found := self._addresses.get(addresses)) is None:
-            found = _keep(self._addresses, addresses, self._send(addresses), _MOST_ADDRESSES)
-        return found, all(address % 16 == 0 for address in addresses)
+        return self._addresses_of(addresses), all(address % 16 == 0 for address in addresses)
 
     def chunks_of(self, tensors: TensorList) -> Chunks:
         """Return the chunks ``(tensor, start / BLOCK, stop, histogram)`` that the programs read; -1 for no histogram."""
-        key = tuple(x.numel() for x in tensors.xs), tensors.most_counted
-        if (known := self._chunks.get(key)) is not None:
-            return known
+        return self._chunks_of(tuple(x.numel() for x in tensors.xs), tensors.most_counted)
+
+    def _chunks(self, sizes: tuple[int, ...], most_counted: float) -> Chunks:
         chunks, first = [], 0
-        for tensor, size in enumerate(key[0]):
+        for tensor, size in enumerate(sizes):
             starts = range(0, size, _CHUNK)
-            histograms = _histograms(len(starts)) if size <= tensors.most_counted else 0
+            histograms = _histograms(len(starts)) if size <= most_counted else 0
             for i, start in enumerate(starts):
                 counted = first + i % histograms if histograms else -1
                 chunks.append((tensor, start // BLOCK, min(start + _CHUNK, size), counted))
             first += histograms
-        found = Chunks(self._send([x for chunk in chunks for x in chunk]), tuple(c[0] for c in chunks))
-        return _keep(self._chunks, key, found)
+        return Chunks(self._send([x for chunk in chunks for x in chunk]), tuple(c[0] for c in chunks))
 
-    def order_of(self, owners: tuple[T, ...]) -> Order[T]:
+    def _order(self, owners: tuple[Any, ...]) -> Order:
         """Return the owners, each once, and the numbers of those that belong to each."""
-        if (known := self._orders.get(owners)) is not None:
-            return known
         names = tuple(dict.fromkeys(owners))
         number = {name: i for i, name in enumerate(names)}
         order = sorted(range(len(owners)), key=lambda i: number[owners[i]])
         ends = [i for i, (a, b) in enumerate(pairwise(order), 1) if owners[a] != owners[b]]
-        found = Order(names, self._send(order), self._send((0, *ends, len(order))))
-        return _keep(self._orders, owners, found)
+        return Order(names, self._send(order), self._send((0, *ends, len(order))))
 
     def drawn_of(self, tensors: TensorList, drawn: Sequence[int]) -> Tensor:
         """Return the table ``(number of the tensor, size, histogram)`` of the tensors that are sampled."""
         sizes = [tensors.xs[i].numel() for i in drawn]
-        table = tuple(x for entry in zip(drawn, sizes, range(len(drawn)), strict=True) for x in entry)
-        if (known := self._drawn.get(table)) is not None:
-            return known
-        return _keep(self._drawn, table, self._send(table))
-
-    def scales_of(self, scales: tuple[float, ...]) -> Tensor:
-        """Return numbers in float64."""
-        if (known := self._scales.get(scales)) is not None:
-            return known
-        return _keep(self._scales, scales, self._send(scales, torch.float64))
+        return self.numbers(tuple(x for entry in zip(drawn, sizes, range(len(drawn)), strict=True) for x in entry))
 
     def _send(self, numbers: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
         return on_device(torch.tensor(numbers, dtype=dtype, device="cpu"), self._device)
-
-
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-def _keep(tables: dict[K, V], key: K, table: V, most: int = _MOST_TABLES) -> V:
-    """Add a table to the others, which are dropped if there are many."""
-    if len(tables) > most:
-        tables.clear()
-    tables[key] = table
-    return table
 
 
 def histograms_of(n: int, in_list: bool = False) -> int:
@@ -341,7 +311,7 @@ class TritonKernels:
         scales = tuple(0.0 if owner is None else owner.scale for owner in owners)
         names, order, begin = self._tables.order_of(keys)
         merged = torch.empty(len(names), CODES, dtype=torch.int64, device=self.device)
-        arguments = counts, order, begin, self._tables.scales_of(scales), merged
+        arguments = counts, order, begin, self._tables.numbers(scales, torch.float64), merged
         if not self._launch(self._kernels.merge_codes, len(names) * (CODES // _BINS), *arguments, BLOCK=_BINS):
             scaled = [(x * scale).round().long() for x, scale in zip(counts.double(), scales, strict=False)]
             groups = [[x for x, key in zip(scaled, keys, strict=True) if key == name] for name in names]

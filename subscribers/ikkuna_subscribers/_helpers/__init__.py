@@ -1,1 +1,0 @@
-"""Code that several metrics share and that is not a metric itself."""
