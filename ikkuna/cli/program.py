@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import cleandoc
 from typing import NoReturn
 
 from ikkuna.cli.terminal import Terminal, command_names, load_command
@@ -56,6 +57,7 @@ def _run(arguments: list[str], terminal: Terminal) -> int:
         options = _parser(arguments).parse_args(arguments)
     except SystemExit as done:  # --help or --version
         return done.code if isinstance(done.code, int) else 0
+    terminal.as_json = options.json
     status: int = options.run(options, terminal)
     terminal.flush()
     return status
@@ -87,13 +89,12 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         raise ConfigError(unknown_name("command", named, names))
     for name in names if named is None else (named,):
         command = load_command(name)
-        own = group.add_parser(
-            name,
-            help=command.help,
-            description=command.description or f"{command.help}.".capitalize(),
-            allow_abbrev=False,
-        )
-        command.add_arguments(own)
+        summary, _, description = cleandoc(command.__doc__ or "").partition("\n\n")
+        short = f"{summary[:1].lower()}{summary[1:]}".removesuffix(".")
+        own = group.add_parser(name, help=short, description=description or summary, allow_abbrev=False)
+        if hasattr(command, "add_arguments"):
+            command.add_arguments(own)
+        own.add_argument("--json", action="store_true", help="write JSON")
         own.set_defaults(run=command.run)
     return parser
 

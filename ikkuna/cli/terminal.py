@@ -1,20 +1,20 @@
-"""The contract of a command, and its output: text, tables and JSON."""
+"""The modules of commands, the arguments that several commands have, and the output: text, tables and JSON."""
 
 import argparse
 import importlib
 import json
-import math
 import os
 import pkgutil
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TextIO
 
 from ikkuna.cli import commands
-from ikkuna.printable import printable
+from ikkuna.printable import finite, printable
 from ikkuna.support.console import CODES, has_colour, is_terminal
 
 _LEAST_WIDTH = 20
@@ -32,6 +32,11 @@ class Terminal:
     out, err : TextIO, optional
         The streams; by default those of the process.
 
+    Attributes
+    ----------
+    as_json : bool
+        Whether the option ``--json`` is set.
+
     Examples
     --------
     >>> terminal = Terminal()
@@ -43,6 +48,7 @@ class Terminal:
     """
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
+        self.as_json = False
         self._out = sys.stdout if out is None else out
         self._err = sys.stderr if err is None else err
 
@@ -94,6 +100,15 @@ class Terminal:
         """Write a value as JSON, with NaN and infinities as texts."""
         _write(self._out, f"{json.dumps(finite(value), indent=1)}\n")  # JSON has escape sequences of its own
 
+    def answer(self, facts: Any, text: object) -> None:
+        """Write the result of a command: `facts` with the option ``--json``, otherwise `text`, or what the function `text` writes."""
+        if self.as_json:
+            self.write_json(facts)
+        elif callable(text):
+            text()
+        else:
+            self.write(text)
+
     def write_table(self, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Write a table; cells are aligned to the left, and the last column is not padded."""
         cells = [tuple(printable(str(cell)) for cell in row) for row in rows]
@@ -139,45 +154,6 @@ def _write(stream: TextIO | None, text: str) -> None:
     stream.write(text.encode(encoding, "replace").decode(encoding))
 
 
-def finite(value: Any) -> Any:
-    """Return a value with NaN and infinities as texts, because JSON has no such numbers.
-
-    Examples
-    --------
-    >>> finite({"loss": [0.5, float("nan")]})
-    {'loss': [0.5, 'nan']}
-    """
-    if isinstance(value, dict):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A command such as ``ikkuna check``.
-
-    Parameters
-    ----------
-    help : str
-        What the command does, in a few words, for ``ikkuna --help``.
-    run : callable
-        Runs the command with the parsed arguments and a terminal.
-        It returns the exit status: 0, or 1 if the command has found something.
-        It raises `ikkuna.errors.IkkunaError` or `OSError` for bad input; the exit status is then 2.
-    add_arguments : callable, optional
-        Adds the arguments to an `argparse.ArgumentParser`.
-    description : str
-        What the command does, in sentences, for ``ikkuna COMMAND --help``.
-    """
-
-    help: str
-    run: Callable[[argparse.Namespace, Terminal], int]
-    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
-    description: str = ""
-
-
 def command_names() -> tuple[str, ...]:
     """Return the names of all commands.
 
@@ -189,14 +165,70 @@ def command_names() -> tuple[str, ...]:
     return tuple(sorted(module.name for module in pkgutil.iter_modules(commands.__path__)))
 
 
-def load_command(name: str) -> Command:
-    """Return a command by its name.
+def load_command(name: str) -> ModuleType:
+    """Return the module of a command by its name.
 
     Examples
     --------
-    >>> load_command("check").help
-    'show the findings of a finished run'
+    >>> load_command("check").__doc__.partition(".")[0]
+    'Show the findings of a finished run'
     """
-    found = importlib.import_module(f"{commands.__name__}.{name}").command
-    assert isinstance(found, Command)
-    return found
+    return importlib.import_module(f"{commands.__name__}.{name}")
+
+
+_DEFAULT = "run"
+
+
+def add_run_argument(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    """Add the argument RUN, which may be left out."""
+    parser.add_argument(
+        "runs" if several else "path",
+        metavar="RUN",
+        nargs="*" if several else "?",
+        default=[_DEFAULT] if several else _DEFAULT,
+        help="a run: its directory, an event file, or a file of JSON lines; "
+        f"a directory of runs means the newest one (default: {_DEFAULT})",
+    )
+
+
+def add_muted_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option that shows muted findings."""
+    parser.add_argument("--muted", action="store_true", help="show muted findings too")
+
+
+def runs_by_age(directory: Path) -> list[Path]:
+    """Return the runs of a directory that have values, the newest last.
+
+    Runs without a date, which other programs have written, come first.
+    """
+    from ikkuna.errors import ConfigError
+    from ikkuna.store import find_runs
+    from ikkuna.store.run_contents import find_files
+    from ikkuna.store.run_directory import read_run_file
+
+    found = []
+    for number, run in enumerate(find_runs(directory) if directory.is_dir() else ()):
+        try:
+            find_files(run)
+        except ConfigError:  # it ended before its first value
+            continue
+        found.append((getattr(read_run_file(run), "created", ""), number, run))
+    return [run for *_, run in sorted(found)]
+
+
+def chosen_run(path: str, terminal: Terminal) -> str:
+    """Return the newest run of a directory of runs, and say so; any other path is returned itself."""
+    from ikkuna.errors import ConfigError
+    from ikkuna.store.run_contents import find_files
+
+    try:
+        find_files(path)
+    except ConfigError:
+        if not (runs := runs_by_age(Path(path))):
+            if path == _DEFAULT and not Path(path).exists():
+                raise ConfigError(f"there is no directory '{_DEFAULT}' here; pass the path of a run") from None
+            return path  # the reader raises the error
+        count = f"{len(runs)} runs, of which the newest is" if len(runs) > 1 else "the run"
+        terminal.warn(f"'{path}' contains {count} '{runs[-1]}'")
+        return str(runs[-1])
+    return path

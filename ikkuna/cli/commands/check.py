@@ -1,15 +1,17 @@
-"""``ikkuna check``: shows the findings of a finished run, or applies rules to it again."""
+"""Show the findings of a finished run.
+
+Show the findings that the rules have stored while the model trained, or judge the run again. The exit status is 1 if a warning or an
+error was found, and 2 for bad input.
+"""
 
 import argparse
 
-from ikkuna.cli.runs import add_muted_argument, add_run_argument, chosen_run
-from ikkuna.cli.terminal import Command, Terminal
+from ikkuna.cli.terminal import Terminal, add_muted_argument, add_run_argument, chosen_run
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_argument(parser, several=True)
     add_muted_argument(parser)
-    parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
     parser.add_argument(
         "--rules",
         help='judge every step again: comma-separated names of rules, "default", or "all" for every installed rule',
@@ -25,7 +27,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(options: argparse.Namespace, terminal: Terminal) -> int:
+def run(options: argparse.Namespace, terminal: Terminal) -> int:
     from ikkuna.errors import ConfigError
 
     runs = [chosen_run(path, terminal) for path in options.runs]
@@ -41,18 +43,14 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
         from ikkuna.diagnosis.judge import check
 
         found = check(runs[0], options.rules and options.rules.split(","), options.muted)
-    if options.json:
-        terminal.write_json(
-            {
-                "findings": [finding.as_dict() for finding in found],
-                "judged": list(found.judged),
-                "skipped": dict(found.skipped),
-                "needed": dict(found.needed),
-                "note": found.note,
-            }
-        )
-    else:
-        terminal.write_lines(found.lines(terminal.styled))
+    facts = {
+        "findings": [finding.as_dict() for finding in found],
+        "judged": list(found.judged),
+        "skipped": dict(found.skipped),
+        "needed": dict(found.needed),
+        "note": found.note,
+    }
+    terminal.answer(facts, lambda: terminal.write_lines(found.lines(terminal.styled)))
     return int(any(finding.severity != "info" for finding in found))
 
 
@@ -66,12 +64,3 @@ def _learn(runs: list[str], output: str, terminal: Terminal) -> int:
         f"the limit of the score is {found.limit:.3g}"
     )
     return 0
-
-
-command = Command(
-    help="show the findings of a finished run",
-    description="Show the findings that the rules have stored while the model trained, or judge the run again. "
-    "The exit status is 1 if a warning or an error was found, and 2 for bad input.",
-    add_arguments=_add_arguments,
-    run=_run,
-)

@@ -1,22 +1,24 @@
-"""``ikkuna demo``: trains a small network with a planted mistake, and shows how ikkuna finds it."""
+"""Train a small network with a planted mistake, and find it.
+
+Train a small network with a planted mistake for some seconds, and show how ikkuna finds it.
+"""
 
 import argparse
 from pathlib import Path
 
-from ikkuna.cli.terminal import Command, Terminal
+from ikkuna.cli.terminal import Terminal
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-dir", default="run", help="the directory of the runs (default: run)")
     parser.add_argument("--steps", type=int, default=300, help="the number of steps (default: 300)")
     parser.add_argument("-o", "--output", default="report.html", help="the page to write (default: report.html)")
-    parser.add_argument("--json", action="store_true", help="write JSON instead of text")
 
 
-def _run(options: argparse.Namespace, terminal: Terminal) -> int:
+def run(options: argparse.Namespace, terminal: Terminal) -> int:
     from ikkuna.cli.run_summary import write_summary
-    from ikkuna.cli.runs import runs_by_age
     from ikkuna.cli.sample_training import train_sample
+    from ikkuna.cli.terminal import runs_by_age
     from ikkuna.diagnosis import Findings
     from ikkuna.diagnosis.judge import check
     from ikkuna.errors import ConfigError
@@ -39,17 +41,8 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     say()
     write_summary(read_run(run), terminal, heatmaps=2)
     say()
-    if not options.json:
-        terminal.write_lines(Findings(findings, findings.judged, note=findings.note).lines(terminal.styled))
+    terminal.write_lines(Findings(findings, findings.judged, note=findings.note).lines(terminal.styled))
     say()
     say(f"Open {page}: it shows the run with its findings.")
     say(f"Next:  ikkuna why {run}   ikkuna tensorboard {options.log_dir}   ikkuna summary {run}")
     return 0
-
-
-command = Command(
-    help="train a small network with a planted mistake, and find it",
-    description="Train a small network with a planted mistake for some seconds, and show how ikkuna finds it.",
-    add_arguments=_add_arguments,
-    run=_run,
-)

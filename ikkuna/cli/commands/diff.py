@@ -1,11 +1,14 @@
-"""``ikkuna diff``: finds where two runs differ."""
+"""Find where two runs differ.
+
+Find the first step, layer and kind at which two runs differ beyond the noise between them, and what changed in configuration and
+environment. The exit status is 1 if they differ.
+"""
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ikkuna.cli.runs import chosen_run
-from ikkuna.cli.terminal import Command, Terminal
+from ikkuna.cli.terminal import Terminal, chosen_run
 
 if TYPE_CHECKING:
     from ikkuna.report.difference import RunDifference
@@ -13,7 +16,7 @@ if TYPE_CHECKING:
 _ROWS = 10
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", metavar="A", help="a run: a directory, an event file, or a file of JSON lines")
     parser.add_argument("second", metavar="B", help="the other run")
     parser.add_argument(
@@ -34,10 +37,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="with --replay, twice: a function of A's and of B's program that returns (model, loss, optimizer)",
     )
-    parser.add_argument("--json", action="store_true", help="write JSON instead of text")
 
 
-def _run(options: argparse.Namespace, terminal: Terminal) -> int:
+def run(options: argparse.Namespace, terminal: Terminal) -> int:
     from ikkuna.errors import ConfigError
     from ikkuna.report.difference import compare_paths, write_diff
     from ikkuna.report.page import page_target
@@ -55,12 +57,9 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     terminal.progress("")
     if options.output:
         write_diff(found, first, second, options.output, terminal.progress)
-    if options.json:
-        terminal.write_json(found.as_dict())
-    else:
-        _write(found, first.name, second.name, terminal)
-        if options.output:
-            terminal.write(f"wrote {options.output}")
+    terminal.answer(found.as_dict(), lambda: _write(found, first.name, second.name, terminal))
+    if options.output and not options.json:
+        terminal.write(f"wrote {options.output}")
     return int(bool(found.partings or found.config or not found.is_same_model))
 
 
@@ -74,10 +73,7 @@ def _replay(options: argparse.Namespace, terminal: Terminal, one: Path, other: P
         )
     first, second = (run / "dumps" / f"step_{options.replay:06d}" for run in (one, other))
     found = compare_codes((first, second if second.is_dir() else None), tuple(options.script))
-    if options.json:
-        terminal.write_json(found.as_dict())
-    else:
-        terminal.write(found)
+    terminal.answer(found.as_dict(), found)
     return int(not found.is_equal)
 
 
@@ -105,14 +101,3 @@ def _write(found: "RunDifference", first: str, second: str, terminal: Terminal) 
         if values:
             terminal.write()
             terminal.write_table((title, first, second), [(name, *pair) for name, pair in values.items()])
-
-
-command = Command(
-    help="find where two runs differ",
-    description=(
-        "Find the first step, layer and kind at which two runs differ beyond the noise between them, and what changed in "
-        "configuration and environment. The exit status is 1 if they differ."
-    ),
-    add_arguments=_add_arguments,
-    run=_run,
-)

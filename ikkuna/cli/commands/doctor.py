@@ -1,18 +1,17 @@
-"""``ikkuna doctor``: what a bug report needs, and a test measurement."""
+"""Write what a bug report needs, and make a test measurement.
+
+Write versions, compiler, devices and plugins, and make a test measurement. The exit status is 1 if something fails.
+"""
 
 import argparse
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from ikkuna.cli.terminal import Command, Terminal
+from ikkuna.cli.terminal import Terminal
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
-
-
-def _run(options: argparse.Namespace, terminal: Terminal) -> int:
+def run(options: argparse.Namespace, terminal: Terminal) -> int:
     from ikkuna.store.run_directory import environment
 
     rows = [(name, "", value) for name, value in environment().items()]
@@ -33,10 +32,8 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
             rows.append((name, "FAILED", f"{type(error).__name__}: {error}".partition("\n")[0]))
             failed = True
     terminal.progress("")
-    if options.json:
-        terminal.write_json({name: {"state": state, "text": text} for name, state, text in rows})
-    else:
-        terminal.write_table(("item", "state", "text"), rows)
+    facts = {name: {"state": state, "text": text} for name, state, text in rows}
+    terminal.answer(facts, lambda: terminal.write_table(("item", "state", "text"), rows))
     return int(failed)
 
 
@@ -91,11 +88,3 @@ def _measurement() -> str:
         if run.lost or run.last_step != 11:
             raise RuntimeError(f"wrote 12 steps, read {run.last_step + 1} with {run.lost} damaged bytes")
         return f"{run.count} values of {len(run.kinds())} kinds were written and read"
-
-
-command = Command(
-    help="write what a bug report needs, and make a test measurement",
-    description="Write versions, compiler, devices and plugins, and make a test measurement. The exit status is 1 if something fails.",
-    add_arguments=_add_arguments,
-    run=_run,
-)

@@ -1,4 +1,7 @@
-"""``ikkuna list``: lists what is installed, and the kinds that can be observed or that a run has stored."""
+"""List subscribers, backends, presets, rules, plugins or kinds.
+
+List what is installed, or with 'kinds RUN' the kinds that a run has stored.
+"""
 
 import argparse
 import ast
@@ -7,7 +10,7 @@ from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
 
-from ikkuna.cli.terminal import Command, Terminal
+from ikkuna.cli.terminal import Terminal
 
 GROUPS = {
     "subscribers": "ikkuna.export.subscriber",
@@ -54,16 +57,15 @@ def describe_plugin(point: EntryPoint) -> str:
     return ""
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("topic", metavar="WHAT", help=", ".join(_TOPICS))
     parser.add_argument(
         "name", metavar="NAME", nargs="?", help="show this one only; with kinds, list those of this run"
     )
     parser.add_argument("--load", action="store_true", help="import each plugin; the exit status is 1 if one is broken")
-    parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
 
 
-def _run(options: argparse.Namespace, terminal: Terminal) -> int:
+def run(options: argparse.Namespace, terminal: Terminal) -> int:
     from ikkuna.errors import ConfigError, unknown_name
 
     if options.topic not in _TOPICS:
@@ -72,10 +74,8 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
         header, rows = _kinds(options.name, terminal)
     else:
         header, rows = _plugins(options, terminal)
-    if options.json:
-        terminal.write_json([dict(zip(header, row, strict=True)) for row in rows])
-    else:
-        terminal.write_table(header, rows)
+    facts = [dict(zip(header, row, strict=True)) for row in rows]
+    terminal.answer(facts, lambda: terminal.write_table(header, rows))
     return int(options.load and any(row[-1] not in ("", "works") for row in rows))
 
 
@@ -130,7 +130,7 @@ def _kinds(path: str | None, terminal: Terminal) -> tuple[tuple[str, ...], list[
 
         modules = [(kind, "each module") for kind in MODULE_KINDS]
         return ("kind", "of"), [*modules, *((kind, "the network") for kind in NETWORK_KINDS)]
-    from ikkuna.cli.runs import chosen_run
+    from ikkuna.cli.terminal import chosen_run
     from ikkuna.store import read_run
 
     run = read_run(chosen_run(path, terminal))
@@ -141,11 +141,3 @@ def _kinds(path: str | None, terminal: Terminal) -> tuple[tuple[str, ...], list[
             count = sum(len(run.series(kind, name, pass_name).steps) for name in names)
             rows.append((kind, pass_name, str(len(names)), str(count)))
     return ("kind", "pass", "series", "values"), rows
-
-
-command = Command(
-    help="list subscribers, backends, presets, rules, plugins or kinds",
-    description="List what is installed, or with 'kinds RUN' the kinds that a run has stored.",
-    add_arguments=_add_arguments,
-    run=_run,
-)

@@ -1,21 +1,22 @@
-"""``ikkuna mute``: leaves findings of a rule out while the training runs."""
+"""Leave findings of a rule out while the training runs.
+
+Write into control.json which findings the running training does not report any more. They are still stored.
+"""
 
 import argparse
 
-from ikkuna.cli.runs import chosen_run
-from ikkuna.cli.terminal import Command, Terminal
+from ikkuna.cli.terminal import Terminal, chosen_run
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="RUN", help="the directory of a run that is being written")
     parser.add_argument(
         "names", metavar="RULE[:MODULE]", nargs="*", help="what to mute; without names, list what is muted"
     )
     parser.add_argument("--off", action="store_true", help="report findings of these rules again")
-    parser.add_argument("--json", action="store_true", help="write JSON instead of text")
 
 
-def _run(options: argparse.Namespace, terminal: Terminal) -> int:
+def run(options: argparse.Namespace, terminal: Terminal) -> int:
     import json
     from pathlib import Path
 
@@ -40,16 +41,6 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
         muted = muted - set(options.names) if options.off else muted | set(options.names)
         with atomic_file(path) as file:
             file.write(json.dumps({**json.loads(text), "mute": sorted(muted)}).encode())
-    if options.json:
-        terminal.write_json({"run": str(run), "mute": sorted(muted)})
-    else:
-        terminal.write(f"muted in '{run}': {', '.join(sorted(muted)) or 'nothing'}")
+    shown = f"muted in '{run}': {', '.join(sorted(muted)) or 'nothing'}"
+    terminal.answer({"run": str(run), "mute": sorted(muted)}, shown)
     return 0
-
-
-command = Command(
-    help="leave findings of a rule out while the training runs",
-    description="Write into control.json which findings the running training does not report any more. They are still stored.",
-    add_arguments=_add_arguments,
-    run=_run,
-)

@@ -1,4 +1,8 @@
-"""``ikkuna replay``: runs the step of a dump again."""
+"""Run the step of a dump again.
+
+Run the step of a dump again, and compare findings and values. The exit status is 1 if they differ, or if --find does not find all
+rows, and 2 for bad input.
+"""
 
 import argparse
 import importlib
@@ -8,8 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ikkuna.cli.runs import chosen_run
-from ikkuna.cli.terminal import Command, Terminal
+from ikkuna.cli.terminal import Terminal, chosen_run
 from ikkuna.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 _NAMES = ("model", "loss", "optimizer", "step", "rules", "names")
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="DUMP", help="the directory of a dump, or of a run with --step")
     parser.add_argument("--step", metavar="N", type=int, help="the step whose dump in the run is meant")
     parser.add_argument(
@@ -37,7 +40,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a function that returns a data set, in which the rows of the batch are looked up",
     )
     parser.add_argument("--verdict", action="store_true", help="name the cause of a loss that jumped")
-    parser.add_argument("--json", action="store_true", help="write JSON instead of text")
     parser.add_argument(
         "--operations", metavar="FILE", help="write the operations of the step as JSON, and compare nothing"
     )
@@ -49,7 +51,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(options: argparse.Namespace, terminal: Terminal) -> int:
+def run(options: argparse.Namespace, terminal: Terminal) -> int:
     dump = _chosen_dump(options, terminal)
     facts = {
         "dump": str(dump.path),
@@ -62,7 +64,7 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     if options.script is None and (options.rows or options.verdict):
         raise ConfigError("--rows and --verdict need --script, the function that returns model, loss and optimizer")
     if options.script is None:
-        _write(terminal, options.json, dump, facts | {"reproduced": None})
+        terminal.answer(facts | {"reproduced": None}, dump)
         return 0
     if options.operations is not None:
         return _record(dump, options)
@@ -78,10 +80,10 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
         if options.skip is not None:
             rows = found.rows if isinstance(found, Verdict) else found.outliers
             Path(options.skip).write_text("".join(f"{row.name}\n" for row in rows), encoding="utf-8")
-        _write(terminal, options.json, found, facts | found.as_dict())
+        terminal.answer(facts | found.as_dict(), found)
         return 0
     result = replay(dump, **arguments)
-    _write(terminal, options.json, result, facts | {"reproduced": result.is_reproduced})
+    terminal.answer(facts | {"reproduced": result.is_reproduced}, result)
     return int(not result.is_reproduced)
 
 
@@ -107,12 +109,9 @@ def _find(dump: "Dump", options: argparse.Namespace, terminal: Terminal, facts: 
     found = find_rows(dump, _function(options.find, "--find")())
     arrays = dump.arrays("batch_rows.npz")
     count = int((arrays["steps"] == dump.step).sum())
-    if options.json:
-        terminal.write_json(facts | {"rows": count, "found": found})
-        return int(len(found) < count)
-    terminal.write(f"step {dump.step}: {len(found)} of {count} rows are in the data set")
-    for row in sorted(found):
-        terminal.write(f"  row {row}: {', '.join(map(str, found[row][:10]))}")
+    lines = [f"step {dump.step}: {len(found)} of {count} rows are in the data set"]
+    lines += [f"  row {row}: {', '.join(map(str, found[row][:10]))}" for row in sorted(found)]
+    terminal.answer(facts | {"rows": count, "found": found}, lambda: terminal.write_lines(lines))
     return int(len(found) < count)
 
 
@@ -127,13 +126,6 @@ def _record(dump: "Dump", options: argparse.Namespace) -> int:
         torch.save(kept, path.with_suffix(".pt"))
     found.write(path)
     return 0
-
-
-def _write(terminal: Terminal, as_json: bool, text: object, facts: dict[str, Any]) -> None:
-    if as_json:
-        terminal.write_json(facts)
-    else:
-        terminal.write(text)
 
 
 def arguments_of_script(reference: str) -> dict[str, Any]:
@@ -188,12 +180,3 @@ def _function(reference: str, option: str) -> Callable[[], Any]:
         raise ConfigError(f"{place} has no function {name!r}")
     found: Callable[[], Any] = function
     return found
-
-
-command = Command(
-    help="run the step of a dump again",
-    description="Run the step of a dump again, and compare findings and values. "
-    "The exit status is 1 if they differ, or if --find does not find all rows, and 2 for bad input.",
-    add_arguments=_add_arguments,
-    run=_run,
-)

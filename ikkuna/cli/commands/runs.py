@@ -1,19 +1,18 @@
-"""``ikkuna runs``: lists the runs of a directory."""
+"""List the runs of a directory."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-from ikkuna.cli.terminal import Command, Terminal
+from ikkuna.cli.terminal import Terminal
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="LOGDIR", nargs="?", default="run", help="a directory of runs (default: run)")
-    parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
 
 
-def _run(options: argparse.Namespace, terminal: Terminal) -> int:
-    from ikkuna.cli.runs import runs_by_age
+def run(options: argparse.Namespace, terminal: Terminal) -> int:
+    from ikkuna.cli.terminal import runs_by_age
     from ikkuna.errors import ConfigError
 
     directory = Path(options.path)
@@ -24,13 +23,9 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
         terminal.progress(f"reading {path}")
         rows.append(_facts(path))
     terminal.progress("")
-    if options.json:
-        terminal.write_json(rows)
-    elif not rows:
-        terminal.write(f"'{directory}' contains no run")
-    else:
-        cells = [tuple("-" if value is None else _text(value) for value in row.values()) for row in rows]
-        terminal.write_table(tuple(rows[0]), cells)
+    cells = [tuple("-" if value is None else _text(value) for value in row.values()) for row in rows]
+    empty = f"'{directory}' contains no run"
+    terminal.answer(rows, (lambda: terminal.write_table(tuple(rows[0]), cells)) if rows else empty)
     return 0
 
 
@@ -58,6 +53,3 @@ def _facts(path: Path) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-command = Command(help="list the runs of a directory", add_arguments=_add_arguments, run=_run)

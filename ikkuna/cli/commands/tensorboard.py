@@ -1,4 +1,4 @@
-"""``ikkuna tensorboard``: starts TensorBoard for a run or a log directory."""
+"""Start TensorBoard for a run or a log directory."""
 
 import argparse
 import subprocess
@@ -6,34 +6,27 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from ikkuna.cli.terminal import Command, Terminal
+from ikkuna.cli.terminal import Terminal
 from ikkuna.errors import ConfigError
 
 _LAST_PORT = 65535
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="RUN", nargs="?", default="run", help="a run or a log directory (default: run)")
     parser.add_argument("--port", type=int, default=6006, help="the port of the server (default: 6006)")
     parser.add_argument("--dry-run", action="store_true", help="write the command without running it")
-    parser.add_argument("--json", action="store_true", help="with --dry-run, write the command as a list in JSON")
 
 
-def _run(options: argparse.Namespace, terminal: Terminal) -> int:
+def run(options: argparse.Namespace, terminal: Terminal) -> int:
     if not Path(options.path).is_dir():
         raise ConfigError(f"'{options.path}' is not a directory")
     if not 0 <= options.port <= _LAST_PORT:
         raise ConfigError(f"--port needs a number from 0 to {_LAST_PORT}, got {options.port}")
     arguments = ["-m", "tensorboard.main", "--logdir", options.path, "--port", str(options.port)]
     if options.dry_run:
-        if options.json:
-            terminal.write_json({"command": [sys.executable, *arguments]})
-        else:
-            terminal.write(" ".join([sys.executable, *arguments]))
+        terminal.answer({"command": [sys.executable, *arguments]}, " ".join([sys.executable, *arguments]))
         return 0
     if find_spec("tensorboard") is None:
         raise ConfigError("TensorBoard is not installed; run 'pip install tensorboard'")
     return 2 if subprocess.run([sys.executable, *arguments], check=False).returncode else 0
-
-
-command = Command(help="start TensorBoard for a run or a log directory", add_arguments=_add_arguments, run=_run)

@@ -1,10 +1,13 @@
-"""``ikkuna why``: shows what changed first before the loss jumped."""
+"""Show what changed first before the loss jumped.
+
+Show which quantities left their own band (running median and deviation) around a step, in the order in which they did. The exit status
+is 1 if one did.
+"""
 
 import argparse
 from typing import TYPE_CHECKING
 
-from ikkuna.cli.runs import add_run_argument, chosen_run
-from ikkuna.cli.terminal import Command, Terminal
+from ikkuna.cli.terminal import Terminal, add_run_argument, chosen_run
 
 if TYPE_CHECKING:
     from ikkuna.report.first_changes import FirstChanges
@@ -12,13 +15,12 @@ if TYPE_CHECKING:
 _ROWS = 15
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_argument(parser)
     parser.add_argument("--step", type=int, help="the step in question (default: the first jump of the loss)")
-    parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
 
 
-def _run(options: argparse.Namespace, terminal: Terminal) -> int:
+def run(options: argparse.Namespace, terminal: Terminal) -> int:
     from ikkuna.diagnosis.judge import check
     from ikkuna.report.first_changes import first_changes
     from ikkuna.store import read_run
@@ -26,10 +28,7 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     path = chosen_run(options.path, terminal)
     run = read_run(path)
     found = first_changes(run, options.step, check(path))
-    if options.json:
-        terminal.write_json({"run": str(run.path), **found.as_dict()})
-    else:
-        _write(found, terminal)
+    terminal.answer({"run": str(run.path), **found.as_dict()}, lambda: _write(found, terminal))
     return int(bool(found.changes))
 
 
@@ -61,12 +60,3 @@ def _write(found: "FirstChanges", terminal: Terminal) -> None:
     if len(found.changes) > _ROWS:
         terminal.write(f"… and {len(found.changes) - _ROWS} more" if terminal.can_write("…") else "...")
     terminal.write("The distance is in half-widths of the band of the values before; above 1 a value is outside.")
-
-
-command = Command(
-    help="show what changed first before the loss jumped",
-    description="Show which quantities left their own band (running median and deviation) around a step, in the order "
-    "in which they did. The exit status is 1 if one did.",
-    add_arguments=_add_arguments,
-    run=_run,
-)
