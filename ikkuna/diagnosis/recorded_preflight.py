@@ -32,9 +32,14 @@ from ikkuna.support.undisturbed import gradients, switched, undisturbed
 __all__ = ["RecordedPreflight"]
 
 
-_CHECKS: tuple[Check, ...] = (label_shape, softmax_twice, freed_outputs)
+_CHECKS: dict[Check, str] = {
+    label_shape: "the shape of the labels",
+    softmax_twice: "a second softmax",
+    freed_outputs: "the optimum, the lower bound and the gradients of the loss",
+}
 _MOST_ELEMENTS = 1_000_000
-_SECONDS = 0.5
+_SECONDS = 0.5  # of CPU time, so that a busy machine checks as much as another one
+_PATIENCE = 10  # times as much wall time, for a loss that waits
 _HIDING = ("CompiledFunction", "CheckpointFunction")
 _COMPILED = ("_orig_mod", "_torchdynamo_orig_callable", "_compiled_call_impl")
 
@@ -59,7 +64,7 @@ class RecordedPreflight:
     model : nn.Module, optional
         The model, held weakly.
     seconds : float
-        The time after which no further call of the loss begins.
+        The CPU time after which no further call of the loss begins; after ten times as much wall time none begins either.
 
     Attributes
     ----------
@@ -136,17 +141,23 @@ class RecordedPreflight:
 
     def _judge(self, trial: _RecordedTrial, found: list[Finding]) -> None:
         reasons: list[str] = []
-        for check in _CHECKS:
+        late: list[str] = []
+        trial.begin()
+        for check, name in _CHECKS.items():
             try:
                 for finding in check(trial):
                     if not trial.may_be_padding(finding):
                         found.append(finding)
             except CannotJudgeError as reason:
-                if check is freed_outputs or trial.is_over:
-                    reasons.append(f"{check.__name__}: {reason}")
+                if trial.is_over:
+                    late.append(name)
+                elif check is freed_outputs:
+                    reasons.append(f"{name}: {reason}")
             except Exception as error:
-                reasons.append(f"{check.__name__} raised {error_text(error)}")
+                reasons.append(f"{name}: the check raised {error_text(error)}")
                 log.debug("the check %s failed", check.__name__, exc_info=True)
+        if late:
+            reasons.append(f"the time of {self._seconds:g} s was over before {' and '.join(late)} had been tried")
         self.reason = "; ".join(reasons)
 
     def _failed(self, error: Exception) -> None:
@@ -213,17 +224,23 @@ class _RecordedTrial(Trial):
     def __init__(self, model: nn.Module, recorded: _Recorded, seconds: float) -> None:
         super().__init__(model, None, recorded.loss)
         self._batch = Batch(recorded.step.result, recorded.labels)
-        self._seconds, self._end = seconds, time.monotonic() + seconds
+        self._seconds, self._is_ended = seconds, False
         self.first_step = recorded.step
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin to count the time of the calling thread."""
+        self._begin = time.thread_time(), time.monotonic()
 
     def end(self) -> None:
         """Let the next call of the loss be refused."""
-        self._end = time.monotonic()
+        self._is_ended = True
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is over."""
-        return time.monotonic() >= self._end
+        """Whether the time of the thread that has begun, which reads this, is over."""
+        busy, passed = time.thread_time() - self._begin[0], time.monotonic() - self._begin[1]
+        return self._is_ended or busy >= self._seconds or passed >= _PATIENCE * self._seconds
 
     def evaluate(self, batch: Batch, *, batch_statistics: bool = False) -> Any:
         """Refuse: the model is not called.
@@ -252,7 +269,7 @@ class _RecordedTrial(Trial):
             If the time is over.
         """
         if self.is_over:
-            raise CannotJudgeError(f"the time of {self._seconds:g} s is over")
+            raise CannotJudgeError("the time is over")
         return super().call_loss(result, labels)
 
     def may_be_padding(self, finding: Finding) -> bool:

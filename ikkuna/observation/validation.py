@@ -14,6 +14,9 @@ from ikkuna.support.failures import log
 __all__ = ["Validation"]
 
 
+_PASS_IT = "pass its module, as in loss = nn.CrossEntropyLoss() and watch(model, loss)"
+
+
 class Validation:
     """Records the losses of evaluations in the training loop as the pass ``validation``, beside the recorder of the training.
 
@@ -64,7 +67,8 @@ class Validation:
         if not self._is_settled and self._context.events.repeated > 1:
             self._is_settled = True
             if "loss" in self._planned()[1].kinds:
+                is_inside = self._context.model.loss is not None and self._context.model.is_compiled
                 log.warning(
-                    "no loss is seen in the evaluations of the loop: if they compute one, pass its module, as in "
-                    "loss = nn.CrossEntropyLoss() and watch(model, loss), so that over-fitting is judged"
+                    "no loss is seen in the evaluations of the loop: if they compute one, %s, so that over-fitting is judged",
+                    "call the loss outside of the compiled function there" if is_inside else _PASS_IT,
                 )

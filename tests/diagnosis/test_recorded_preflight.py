@@ -239,12 +239,21 @@ def test_another_value_is_an_error(tmp_path):
         ikkuna.watch(nn.Linear(1, 1), preflight="later", log_dir=tmp_path)
 
 
-def test_no_call_begins_after_the_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(recorded_preflight.time, "monotonic", iter(range(10**6)).__next__)
+@pytest.mark.parametrize(("clock", "step"), [("thread_time", 1), ("monotonic", 10)])
+def test_no_call_begins_after_the_time(clock, step, tmp_path, monkeypatch):
+    monkeypatch.setattr(recorded_preflight.time, clock, iter(range(0, 10**7, step)).__next__)
     watched = train(SCORES, negative, CLASSES, tmp_path)
     assert named(watched) == set()
-    assert "the time of 0.5 s is over" in watched.findings.note
+    assert "the time of 0.5 s was over before the optimum, the lower bound" in watched.findings.note
     assert "ikkuna.preflight(" in watched.findings.note
+
+
+def test_the_time_of_other_threads_does_not_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorded_preflight.time, "monotonic", iter(range(10**6)).__next__)  # a second for each look
+    monkeypatch.setattr(recorded_preflight, "_PATIENCE", 10**7)
+    watched = train(SCORES, negative, CLASSES, tmp_path)
+    assert "wrong_optimum" in named(watched)
+    assert not watched.findings.note
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,49 @@ def test_an_unknown_validation_loss_is_one_line(tmp_path, caplog, known):
     ) == (not known)
 
 
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("how", ["module", "wrapper"])
+def test_a_compiled_model_is_validated(tmp_path, guard, how):
+    torch._dynamo.reset()
+    loop = Loop()
+    del loop.model[2]  # dropout, whose random numbers differ
+    original = loop.model
+    if how == "module":
+        original.compile(backend="eager")
+    else:
+        loop.model = torch.compile(original, backend="eager")
+    with ikkuna.watch(original, loop.criterion, log_dir=tmp_path, every=1) as handle:
+        for _ in range(3):
+            for x, y in zip(X.split(16), Y.split(16), strict=True):
+                loop.backward(x, y)
+                loop.update()
+            loop.evaluate((HELD_OUT[0][:21], HELD_OUT[1][:21]), guard=guard)
+    assert shown(handle) == pytest.approx(loop.losses, rel=1e-6)
+    assert list(loop.losses) == [2, 5, 8]
+    sampled = {step: values[0] for step, values in loop.trained.items()}
+    assert shown(handle, pass_name="training") == pytest.approx(sampled, rel=1e-6)
+
+
+def test_a_loss_inside_of_a_compiled_function_is_said(tmp_path, caplog):
+    torch._dynamo.reset()
+    loop = Loop()
+    call = torch.compile(lambda x, y: loop.criterion(loop.model(x), y), backend="eager")
+    with ikkuna.watch(loop.model, loop.criterion, log_dir=tmp_path, verbosity=0) as handle:
+        for _ in range(4):
+            loop.model.train()
+            call(X[:16], Y[:16]).backward()
+            loop.update()
+            loop.model.eval()
+            with torch.no_grad():
+                for rows in (slice(0, 10), slice(10, 20)):
+                    call(HELD_OUT[0][rows], HELD_OUT[1][rows])
+    assert [each.message for each in caplog.records if "no loss is seen" in each.message] == [
+        "no loss is seen in the evaluations of the loop: if they compute one, call the loss outside of the compiled function there, "
+        "so that over-fitting is judged"
+    ]
+    assert len(handle.history("loss").values) == 1
+
+
 def test_over_fitting_is_found_in_the_users_own_loop(tmp_path):
     loop = Loop()
     loop.model[2].p = 0.0

@@ -330,7 +330,7 @@ class GraphReceiver(Protocol):
     def observed(self, site: Site, tensor: Tensor, path: str, role: int) -> None:
         """Handle a tensor, detached; never raise."""
 
-    def root_called(self, counts: bool) -> None:
+    def root_called(self, training: bool, gradients: bool) -> None:
         """Handle the call of a compiled root; never raise."""
 
 
@@ -402,7 +402,7 @@ def _find(number: Tensor) -> tuple[GraphReceiver, ObservedSites] | None:
 
 # torch.library.custom_op would add six Python calls to each call
 torch.library.define("ikkuna::observe", "(Tensor tensor, Tensor number, int role, str path, int call) -> ()")
-torch.library.define("ikkuna::root_called", "(Tensor number, bool counts, int call) -> ()")
+torch.library.define("ikkuna::root_called", "(Tensor number, bool training, bool gradients, int call) -> ()")
 
 
 @torch.library.impl("ikkuna::observe", "CompositeExplicitAutograd")
@@ -414,9 +414,9 @@ def _observe(tensor: Tensor, number: Tensor, role: int, path: str, call: int) ->
 
 
 @torch.library.impl("ikkuna::root_called", "CompositeExplicitAutograd")
-def _root_called(number: Tensor, counts: bool, call: int) -> None:
+def _root_called(number: Tensor, training: bool, gradients: bool, call: int) -> None:
     if (found := _find(number)) is not None:
-        found[0].root_called(counts)
+        found[0].root_called(training, gradients)
 
 
 def _trace_nothing(*args: object) -> None:

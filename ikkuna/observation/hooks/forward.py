@@ -113,15 +113,16 @@ class ForwardHooks:
     def forward_begins(
         self, thread: int, training: bool, gradients: bool, depth: int | None = None, is_compiled: bool = False
     ) -> None:
-        """Report the beginning of a forward to the tracker."""
+        """Report the beginning of a forward; a compiled graph in evaluation mode measures nothing, so it never counts."""
         context = self.context
         tracker = context.tracker
+        counted = gradients and (training or not is_compiled)
         if depth == 0 or not tracker.calls.of(thread):
-            self._report_cleared(training, gradients)
-            if tracker.pass_name == TRAINING and not is_compiled:
+            self._report_cleared(training, counted)
+            if tracker.pass_name == TRAINING:
                 context.events.forward(tracker.counters.global_step, training, gradients)
         decisions = tracker.forward_begins(
-            thread, training, gradients, depth=depth, running=self._running(), is_compiled=is_compiled
+            thread, training, counted, depth=depth, running=self._running(), is_compiled=is_compiled
         )
         if decisions:
             context.apply(decisions)

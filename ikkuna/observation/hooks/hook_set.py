@@ -113,8 +113,8 @@ class CompiledHooks:
         self._modules = modules
         self._views: Counter[tuple[Site, str]] = Counter()
 
-    def root_called(self, counts: bool) -> None:
-        """Handle the call of a compiled root; `counts` if it is in training mode with gradients."""
+    def root_called(self, training: bool, gradients: bool) -> None:
+        """Handle the call of a compiled root in a mode, with or without gradients."""
         context = self.context
         try:
             try:
@@ -122,7 +122,7 @@ class CompiledHooks:
                 context.native.close()
                 if (not context.is_off or context.resumes(running=1)) and not in_backward():
                     self._modules.settle(True)
-                    self._forward.forward_begins(get_ident(), counts, counts, is_compiled=True)
+                    self._forward.forward_begins(get_ident(), training, gradients, is_compiled=True)
             finally:
                 context.stopwatch.stop()
         except BaseException as error:

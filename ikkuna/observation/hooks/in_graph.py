@@ -224,9 +224,9 @@ class RootBeginsHook(Hook):
         switch = self.switch
         if switch is None or (root := switch.root) is None or torch.compiler.is_exporting():
             return
-        counts = args[0].training and torch.is_grad_enabled()
-        root_called(root, counts, next_call())
-        if counts and switch.on and switch.inputs:
+        training, gradients = args[0].training, torch.is_grad_enabled()
+        root_called(root, training, gradients, next_call())
+        if training and gradients and switch.on and switch.inputs:
             for path, tensor in leaves((args[1], args[2]) if args[2] else args[1]):
                 observe(tensor.detach(), root, INPUTS, path, next_call())
 
