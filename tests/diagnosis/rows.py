@@ -217,9 +217,9 @@ ROWS = {  # rule → the series of a run with the mistake, and of a healthy run 
         layers("weight_gradients_norm2", fc0=0.0, fc1=0.0, head=0.0)
         | layers("weight_micro_gradients_norm2", fc0=0.0, fc1=0.0, head=0.0)
         | {("loss", None): falling},
-        layers("weight_gradients_norm2", fc0=0.0, fc1=0.0, head=0.0)
-        | layers("weight_micro_gradients_norm2", fc0=0.0, fc1=0.0, head=0.0)
-        | {("loss", None): lambda step: 0.0},  # a loss with a margin
+        dict.fromkeys((("weight_gradients_norm2", name) for name in LAYERS), sampled([1.0, 0.0]))
+        | dict.fromkeys((("weight_micro_gradients_norm2", name) for name in LAYERS), sampled([1.0, 0.0]))
+        | {("loss", None): lambda step: max(1.0 - step, 0.0)},  # a loss with a margin
     ),
     "scaler_bypassed": (
         classification(loss=lambda step: 2.0**16 * falling(step))

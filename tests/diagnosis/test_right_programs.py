@@ -570,8 +570,40 @@ class Graph(nn.Module):
         return self.layer(x + torch.zeros_like(x).index_add(0, target, x[source]))
 
 
-def test_a_network_that_keeps_its_graph_does_not_leak():
+class Neighbours(nn.Module):
+    """Uses a matrix that no module keeps."""
+
+    def __init__(self, matrix):
+        super().__init__()
+        self.layer, self.matrix = nn.Linear(8, 3), lambda: matrix
+
+    def forward(self, x):
+        return self.matrix() @ self.layer(x)
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        lambda: Graph(torch.randint(0, 32, (2, 100))),
+        lambda: Neighbours(torch.rand(32, 32)),
+        lambda: Neighbours(torch.rand(32, 32).to_sparse()),
+    ],
+    ids=["edges", "matrix", "sparse matrix"],
+)
+def test_a_network_that_uses_a_graph_does_not_leak(network):
     x, y = blobs(32)
-    found = ikkuna.preflight(Graph(torch.randint(0, 32, (2, 100))), (x, y), nn.CrossEntropyLoss())
+    found = ikkuna.preflight(network(), (x, y), nn.CrossEntropyLoss())
     assert "batch_leak" not in [finding.rule for finding in found]
     assert "graph" in found.skipped["batch_leak"]
+
+
+def test_samples_that_are_compared_within_the_network_leak():
+    """The matrix of samples times samples is computed from the inputs."""
+
+    class Compared(Neighbours):
+        def forward(self, x):
+            return (x @ x.T).softmax(-1) @ self.layer(x)
+
+    x, y = blobs(32)
+    found = ikkuna.preflight(Compared(None), (x, y), nn.CrossEntropyLoss())
+    assert "batch_leak" in [finding.rule for finding in found]

@@ -6,7 +6,7 @@ import pytest
 
 from ikkuna.diagnosis import Judge, Network, get_rules
 from ikkuna.store.values import ModuleEntry
-from tests.diagnosis.rows import HELD_OUT, NETWORK, ROWS, classification, falling, layers, sampled
+from tests.diagnosis.rows import HELD_OUT, LAYERS, NETWORK, ROWS, classification, falling, layers, sampled
 
 
 def findings(rule, series, steps=400, held_out=None):
@@ -69,6 +69,48 @@ def test_the_losses_before_a_nan_say_where_to_look(losses, words):
     }
     (finding,) = findings(rule_named("nonfinite"), series, steps=len(losses))
     assert words in finding.message
+
+
+GRADIENT = {("weights_norm2", "fc0"): sampled([1.0]), ("weight_gradients_norm2", "fc0"): sampled([math.nan])}
+
+
+@pytest.mark.parametrize(
+    ("more", "words", "advice"),
+    [
+        ({("loss", None): sampled([2.0])}, "weights and outputs are finite", "derivative"),
+        ({("activations_variance", "fc0"): sampled([1.0])}, "weights and outputs are finite", "derivative"),
+        ({("loss", None): lambda step: None if step else math.nan}, "It is the loss", ""),
+        ({}, "outputs were not measured", "missing values"),
+    ],
+)
+def test_a_gradient_is_blamed_on_what_was_seen_of_its_step(more, words, advice):
+    (finding,) = findings(rule_named("nonfinite"), GRADIENT | more, steps=1)
+    assert words in finding.message
+    assert advice in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("steps", "rates", "updates", "found"),
+    [
+        (20, [0.0], [0.0], 0),
+        (21, [0.0], [0.0], 1),
+        (100, [0.1], [0.0], 0),  # rounding may explain it for longer
+        (61, [0.0, 0.1], [0.0, 1.0], 0),  # a warm-up
+    ],
+)
+def test_a_learning_rate_of_0_is_a_mistake_after_20_steps(steps, rates, updates, found):
+    series = layers("weight_gradients_norm2") | {("learning_rate", "0"): sampled(rates)}
+    series |= dict.fromkeys((("weight_updates_norm2", name) for name in LAYERS), sampled(updates))
+    seen = findings(rule_named("never_moves"), series, steps=steps)
+    assert len(seen) == found
+    assert all("learning rate is 0" in finding.message and "schedule" in finding.advice for finding in seen)
+
+
+def test_a_loss_of_0_since_the_first_step_is_said():
+    series = ROWS["all_gradients_zero"][0] | {("loss", None): lambda step: 0.0}
+    (finding,) = findings(rule_named("all_gradients_zero"), series)
+    assert "since the first step" in finding.message
+    assert "itself" in finding.advice
 
 
 @pytest.mark.parametrize("name", HELD_OUT)

@@ -158,8 +158,15 @@ def _least_change(trial: Trial, change: Callable[[Trial, int], float]) -> float:
 
 
 def _keeps_graph(trial: Trial) -> bool:
-    """Return whether a module has a matrix of samples times samples, or a matrix of indices of two samples each."""
+    """Return whether the model uses a graph of the samples that it did not compute.
+
+    That is a matrix of samples times samples, or one of indices of two samples each.
+    """
     size = trial.batch.size or 0
+    batch = trial.batch.copy()
+    constants = _ConstantsMode(batch.tensors)
+    with trial.running(), constants:
+        run_model(trial.model, batch.inputs)
 
     def connects(value: Any) -> bool:
         if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or value.ndim != 2 or not value.numel():
@@ -169,9 +176,23 @@ def _keeps_graph(trial: Trial) -> bool:
             is_index and int(value.min()) >= 0 and size // 2 <= int(value.max()) < size
         )
 
-    return any(
-        connects(value) for module in trial.names for value in (*vars(module).values(), *module.buffers(recurse=False))
-    )
+    return any(map(connects, constants.found))
+
+
+class _ConstantsMode(TorchFunctionMode):
+    """Collects the tensors that functions receive and no function has returned, but for some."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        self.found: list[Tensor] = []
+        self._known = {id(tensor): tensor for tensor in known}  # alive, so that no other tensor has its number
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        new = [tensor for tensor in tensors_of((args, kwargs)) if id(tensor) not in self._known]
+        self.found += new
+        result = func(*args, **kwargs)
+        self._known.update((id(tensor), tensor) for tensor in [*new, *tensors_of(result)])
+        return result
 
 
 def _require_samples(trial: Trial) -> None:

@@ -278,9 +278,8 @@ class NonFiniteRule(Rule, mistake=NONFINITE):
         """Yield 1 for the module that comes first, or for the network if only the loss is not finite."""
         if history.memory[self.name].get("found"):
             return
-        found = self._inputs(history) or self._producer(history) or self._module(history)
-        if found is None:
-            found = self._loss(history)
+        found = self._inputs(history) or self._producer(history) or self._module(history) or self._loss(history)
+        found = found or self._gradient(history)
         history.memory[self.name]["found"] = found is not None
         yield found or Score(0.0, 0.0)
 
@@ -334,9 +333,16 @@ class NonFiniteRule(Rule, mistake=NONFINITE):
         if broken:
             text = "It is the weight of this module, which an earlier step has changed."
             return Score(1.0, weights[broken[0]], broken[0], "weights_norm2", detail=text)
+        return None
+
+    @staticmethod
+    def _gradient(history: History) -> Score | None:
+        """Return the last weight whose gradient is not finite."""
         gradients = [(name, curve.last) for name, curve in history.fresh("weight_gradients_norm2")]
         bad = [(name, value) for name, value in gradients if not math.isfinite(value)]
         if not bad:
             return None
-        text = "It is the gradient of this weight, while weights and outputs are finite."
-        return Score(1.0, bad[-1][1], bad[-1][0], "weight_gradients_norm2", detail=text, advice=_DERIVATIVE)
+        is_known = bool(history.fresh("activations_variance")) or history.now("loss") is not None
+        seen = "weights and outputs are finite" if is_known else "weights are finite and outputs were not measured"
+        text, advice = f"It is the gradient of this weight, while {seen}.", _DERIVATIVE if is_known else _CLEAN
+        return Score(1.0, bad[-1][1], bad[-1][0], "weight_gradients_norm2", detail=text, advice=advice)

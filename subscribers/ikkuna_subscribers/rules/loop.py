@@ -90,10 +90,17 @@ class StepWithoutGradientsRule(Rule):
             yield Score(float(bool(names) and not given and present.last == 0), float(len(names)))
 
 
-class AllGradientsZeroRule(Rule):
-    """Every gradient of every weight and bias is exactly zero, although the loss is not.
+_EMPTY_LOSS = "It has been exactly 0 since the first step."
+_COMPARED = (
+    "check whether the loss compares the output with itself, as with a teacher that is the student and no copy of it, "
+    "and search for a factor, mask or weight of 0"
+)
 
-    Threshold: a fact, without a number, for 5 samples in a row.  The rule is silent if the loss is 0, as one with a margin may become.
+
+class AllGradientsZeroRule(Rule):
+    """Every gradient of every weight and bias is exactly zero, although the loss is not, or has been 0 since the first step.
+
+    Threshold: a fact, without a number, for 5 samples in a row.  The rule is silent if the loss has become 0, as one with a margin may.
     Cannot see: gradients that are zero in a part of the network only (that is the rule zero_gradient).
     """
 
@@ -117,7 +124,10 @@ class AllGradientsZeroRule(Rule):
         given = [curve.last for _, curve in history.fresh("weight_micro_gradients_norm2")]
         loss = history.curve("loss")
         if used and loss is not None:
-            yield Score(float(not any(used) and not any(given) and loss.last != 0), loss.last)
+            is_empty = history.is_complete and not any(loss.first) and not any(loss.values)
+            is_found = not any(used) and not any(given) and (is_empty or loss.last != 0)
+            detail, advice = (_EMPTY_LOSS, _COMPARED) if is_empty else ("", "")
+            yield Score(float(is_found), loss.last, detail=detail, advice=advice)
 
 
 def _scaled_by(history: History) -> float:

@@ -190,7 +190,9 @@ class NoLearningRule(Rule):
     labels: float = 200
     patience = 3
     explains = frozenset(("ignores_input", "class_collapse", "plateau"))
-    meaning = "The cross-entropy is {figure:.0%} of that of a guess, and does not fall."
+    meaning = (
+        "The cross-entropy is {figure:.0%} of that of a guess with the frequencies of the labels, and does not fall."
+    )
     advice = "check whether labels and inputs belong together, the learning rate, and the gradients of the first layers"
 
     def scores(self, history: History) -> Iterator[Score]:

@@ -194,6 +194,8 @@ class LrVanishedRule(Rule):
 
 
 _SAMPLES = 5
+_NO_RATE = "The learning rate is 0 in every parameter group."
+_SCHEDULE = "check the schedule of the learning rate: a warm-up that divides whole numbers with // stays at 0"
 
 
 class NeverMovesRule(Rule):
@@ -202,7 +204,8 @@ class NeverMovesRule(Rule):
     Threshold: a fact, in 5 samples in a row; in the first sample if the learning rate of one group is 0 and that of another is not,
     because the learning rates of all groups are 0 at the start of a warm-up.  A sample counts only if half of the other weights change by
     more than 1e-5 of their size: while a rate that the optimizer finds by itself is near 1e-6, rounding explains weights that stay.
-    If no weight changes, 20 samples in a row are needed.
+    If no weight changes, 20 samples in a row are needed, or 3 samples over 20 steps in which every learning rate is 0: a warm-up is over
+    its 0 by then.
     Cannot see: a part of a weight that does not change (that is the rule lost_updates).
     """
 
@@ -221,6 +224,7 @@ class NeverMovesRule(Rule):
         gradients = history.curves("weight_gradients_norm2")
         rates = [curve.last for curve in history.curves("learning_rate").values()]
         moved = [curve.last for _, curve in history.fresh("weight_updates_norm2") if curve.last > 0]
+        has_no_rate = bool(rates) and not any(rates)
         needed = 1 if any(rates) and not all(rates) else _SAMPLES if moved else 4 * _SAMPLES
         if moved and _usual_change(history) < 1e-5:
             return
@@ -230,7 +234,11 @@ class NeverMovesRule(Rule):
             has_gradient = gradient is not None and gradient.step == history.step and gradient.last > 0
             is_still = curve.last == 0 and has_gradient
             memory[name] = seen = [*memory.get(name, ()), history.step][: 4 * _SAMPLES] if is_still else []
-            yield Score(float(len(seen) >= needed), 0.0, name, step=seen[0] if seen else None)
+            is_found = len(seen) >= needed or (
+                has_no_rate and len(seen) >= 3 and history.step - seen[0] >= 4 * _SAMPLES
+            )
+            detail, advice = (_NO_RATE, _SCHEDULE) if has_no_rate else ("", "")
+            yield Score(float(is_found), 0.0, name, step=seen[0] if seen else None, detail=detail, advice=advice)
 
 
 def _usual_change(history: History) -> float:
