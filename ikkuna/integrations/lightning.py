@@ -125,7 +125,7 @@ class IkkunaCallback(_lightning.Callback):  # type: ignore[misc]  # the class of
 
     def _mark_restart(self) -> None:
         """Let TensorBoard drop what an earlier process has written of the steps that are repeated."""
-        if (step := self._training.loaded_step()) is None:
+        if (step := self._training.loaded_step) is None:
             return
         for writer in self._writers:
             events = import_module(_EVENTS[type(writer).__module__.startswith("tensorboardX")])

@@ -29,6 +29,8 @@ class MonitoredTraining:
     ----------
     exporter : Exporter or None
         The exporter of the last training; ``None`` before the first one.
+    loaded_step : int or None
+        The step of the state that was loaded; ``None`` without one.
     """
 
     def __init__(self, subscribers: Sequence[Subscriber], options: dict[str, Any]) -> None:
@@ -37,7 +39,7 @@ class MonitoredTraining:
         self._options = options
         self._state: dict[str, Any] | None = None
         self._epoch = 0
-        self._loaded_step: int | None = None
+        self.loaded_step: int | None = None
         self._pause: AbstractContextManager[None] | None = None
 
     def begin(self, model: nn.Module, log_dir: Path, defaults: dict[str, Any]) -> Exporter:
@@ -45,7 +47,7 @@ class MonitoredTraining:
         self.close()
         options = {"log_dir": log_dir, "resume": "auto", **defaults, **self._options}
         self.exporter = exporter = watch(model, *self._subscribers, **options)
-        self._epoch, self._loaded_step = 0, None
+        self._epoch, self.loaded_step = 0, None
         state, self._state = self._state, None
         try:
             if state:
@@ -69,11 +71,7 @@ class MonitoredTraining:
             self._state = state
             return
         self.exporter.load_state_dict(state)
-        self._epoch, self._loaded_step = state["epoch"], state["global_step"]
-
-    def loaded_step(self) -> int | None:
-        """Return the step of the state that was loaded; ``None`` without one."""
-        return self._loaded_step
+        self._epoch, self.loaded_step = state["epoch"], state["global_step"]
 
     @property
     def run(self) -> Run | None:

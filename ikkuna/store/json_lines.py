@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,32 +66,23 @@ def read(path: str | PathLike[str]) -> list[dict[str, Any]]:
     """
     path = Path(path)
     files = sorted(path.glob("values.*.jsonl")) if path.is_dir() else [path]
-    entries, damaged = _read_files(files)
-    for file, count in damaged.items():
-        log.warning("'%s': %d incomplete lines were skipped", file, count)
-    return entries
-
-
-def _read_files(files: Sequence[Path]) -> tuple[list[dict[str, Any]], dict[Path, int]]:
-    """Return the entries of the files of one run in their order, and the numbers of damaged lines of the files that have some.
-
-    Lines that a later file or a resumed run replaces are left out.
-    """
     contents = {file.name: file.read_bytes() for file in files}
     for name, size in replaced_ends(contents):
         contents[name] = contents[name][:size]
     entries: list[dict[str, Any]] = []
-    damaged: dict[Path, int] = {}
     for file in files:
+        damaged = 0
         for line in contents[file.name].splitlines():
             entry = parse_line(line)
             if entry is None:
-                damaged[file] = damaged.get(file, 0) + 1
+                damaged += 1
             elif isinstance(step := entry.get("resumed"), int):
                 entries = [earlier for earlier in entries if not _is_after(earlier, step)]
             elif "replaces" not in entry:
                 entries.append(entry)
-    return entries, damaged
+        if damaged:
+            log.warning("'%s': %d incomplete lines were skipped", file, damaged)
+    return entries
 
 
 def _is_after(entry: dict[str, Any], step: int) -> bool:

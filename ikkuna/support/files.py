@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all, and files that no other user of the machine can have written."""
+"""Files that appear complete or not at all, that no other user can have written, and that tell how much memory is left."""
 
 import contextlib
 import errno
@@ -205,3 +205,52 @@ def write_private_file(path: Path, content: bytes) -> None:
     """Replace a file of a private directory by one with this content; it appears complete or not at all."""
     with atomic_file(path, 0o600) as file:
         file.write(content)
+
+
+_ROOT = Path("/")
+
+
+def available_bytes(root: Path = _ROOT) -> int:
+    """Return how much memory this process can get before the system ends it: that of the machine, or less in a container.
+
+    Parameters
+    ----------
+    root : Path
+        The root of the file system.
+
+    Returns
+    -------
+    int
+        2⁶² where the system does not say it.
+    """
+    found = [1 << 62]
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    for directory, limit, usage, cache in _groups(root):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # without a limit the file says "max"
+            bound = int((directory / limit).read_text())
+            used = int((directory / usage).read_text())
+            counters = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+            found.append(max(bound - used + int(counters.get(cache, 0)), 0))
+    return min(found)
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """Yield the control groups of this process and those around them, with the names of their files."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers == "":
+            base, files = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        parts = [part for part in name.split("/") if part not in ("", "..")]
+        for length in range(len(parts), -1, -1):  # in a container the name may be that outside of it
+            yield base.joinpath(*parts[:length]), *files

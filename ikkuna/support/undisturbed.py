@@ -71,17 +71,9 @@ def undisturbed(model: nn.Module, batches: Any = (), *, train: bool = False, aut
         Enable autograd, remove all gradients for the duration of the body, and restore them and every
         ``requires_grad`` flag.  Otherwise autograd is off.
     """
-    with torch.inference_mode(False):
-        undo = _Undo()
-        try:
-            try:
-                _enter(undo, model, batches, train, autograd)
-                yield
-            finally:
-                undo()
-        except BaseException:
-            undo()
-            raise
+    with torch.inference_mode(False), _undoing() as undo:
+        _enter(undo, model, batches, train, autograd)
+        yield
 
 
 def run_undisturbed(body: Callable[[], T], model: nn.Module, batches: Any = ()) -> T:
@@ -141,6 +133,19 @@ class _Undo:
             raise errors[0]
 
 
+@contextmanager
+def _undoing() -> Iterator[_Undo]:
+    undo = _Undo()
+    try:
+        try:
+            yield undo
+        finally:
+            undo()
+    except BaseException:
+        undo()
+        raise
+
+
 def _enter(undo: _Undo, model: nn.Module, batches: Any, train: bool, autograd: bool) -> None:
     undo.add(_reshard, model)
     _keep_randomness(undo, batches)
@@ -160,16 +165,9 @@ def undisturbed_randomness(batches: Any = ()) -> Iterator[None]:
 
     The generators of the data loader `batches`, of its samplers and of its data set are restored, too.
     """
-    undo = _Undo()
-    try:
-        try:
-            _keep_randomness(undo, batches)
-            yield
-        finally:
-            undo()
-    except BaseException:
-        undo()
-        raise
+    with _undoing() as undo:
+        _keep_randomness(undo, batches)
+        yield
 
 
 def _keep_randomness(undo: _Undo, batches: Any) -> None:

@@ -19,7 +19,7 @@ from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import LossSubscriber, NormSubscriber
 from ikkuna.flight_recorder import options as memory
-from ikkuna.flight_recorder.options import available_bytes
+from ikkuna.support.files import available_bytes
 from ikkuna.support.random_states import RandomReader, RandomStates
 from ikkuna.testing import small_model
 

@@ -1,11 +1,9 @@
 """The native functions that hooks call first: a library of its own, compiled with the headers of torch."""
 
 import ctypes
-import math
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from threading import get_ident
@@ -19,6 +17,7 @@ from torch import Tensor
 from ikkuna.numerics.statistics.native.kernels import Library
 from ikkuna.numerics.statistics.table import COLUMN, EMPTY, empty_rows
 from ikkuna.support.failures import log
+from ikkuna.support.files import available_bytes
 from ikkuna.support.native import Compiler, build_library, joined_source, stored_library
 from ikkuna.support.threads import BackgroundThread
 from ikkuna.support.torch_internals import GLOBAL_FORWARD_HOOKS
@@ -203,18 +202,6 @@ _SECONDS = 600.0
 _NEEDED_BYTES = 4 << 30  # the compiler takes 1 GiB
 
 
-def _free_bytes() -> float:
-    """Return how much memory this process and its children may still take; infinite where that is not known."""
-    found = [math.inf]
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found.append(1024 * float(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
-    with suppress(OSError, ValueError):  # a limit of "max" is no number
-        most, used = (float(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        found.append(most - used)
-    return min(found)
-
-
 def _compiler() -> Compiler:
     """Return the compiler, with the headers and libraries of the running torch and Python."""
     home = Path(torch.__file__).parent
@@ -260,7 +247,7 @@ class _Build:
 
     def _compile(self) -> None:
         try:
-            if _free_bytes() < _NEEDED_BYTES:
+            if available_bytes() < _NEEDED_BYTES:
                 raise RuntimeError("too little memory is free to compile them now")
             self.made = build_library(self._source, self._make, _compiler())
         except (OSError, RuntimeError) as error:
