@@ -19,17 +19,19 @@ _PLACES = {
     "replay": "ikkuna.export.replay",
     "watch": "ikkuna.export.watch",
 }
+_MODULES = ("integrations", "monitor", "netdict", "plot", "probe", "reading", "running", "schedules", "testing")
 
 
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name == "schedules":
-        return import_module("ikkuna.schedules")
+    if name in _MODULES:
+        return import_module(f"ikkuna.{name}")
     if name in _PLACES:
         return getattr(import_module(_PLACES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    dunders = [name for name in globals() if name.startswith("__")]
+    return sorted({*dunders, *__all__, *_MODULES})

@@ -216,6 +216,22 @@ def runs_by_age(directory: Path) -> list[Path]:
     return [run for *_, run in sorted(found)]
 
 
+def _run_without_values(path: Path) -> str | None:
+    """Return what is known of a run whose first sampled step is not complete, or of the last such run of a directory."""
+    from ikkuna.store import find_runs
+    from ikkuna.store.run_directory import RUN_FILE
+
+    runs = [path] if (path / RUN_FILE).is_file() else find_runs(path) if path.is_dir() else []
+    if not runs:
+        return None
+    text = f"'{runs[-1]}' has no value: its training is in its first step, or ended there"
+    for dump in sorted((runs[-1] / "dumps").glob("*/dump.json"))[-1:]:
+        reason = json.loads(dump.read_text(encoding="utf-8"))["reasons"][0]
+        text += f", with {reason}; 'ikkuna replay {dump.parent}' shows the batch; ikkuna.preflight(model, batch, loss, optimizer) names "
+        text += "the cause of many errors of a first step"
+    return text
+
+
 def chosen_run(path: str, terminal: Terminal) -> str:
     """Return the newest run of a directory of runs, and say so; any other path is returned itself."""
     from ikkuna.errors import ConfigError
@@ -227,6 +243,8 @@ def chosen_run(path: str, terminal: Terminal) -> str:
         if not (runs := runs_by_age(Path(path))):
             if path == _DEFAULT and not Path(path).exists():
                 raise ConfigError(f"there is no directory '{_DEFAULT}' here; pass the path of a run") from None
+            if (empty := _run_without_values(Path(path))) is not None:
+                raise ConfigError(empty) from None
             return path  # the reader raises the error
         count = f"{len(runs)} runs, of which the newest is" if len(runs) > 1 else "the run"
         terminal.warn(f"'{path}' contains {count} '{runs[-1]}'")

@@ -348,7 +348,8 @@ def _write_end(name: str, rules: RuleSubscriber | None, attachment: Attachment) 
     findings = Findings() if rules is None else rules.findings
     worst = findings[0].severity if findings else "info"
     named = ", ".join(map(_place, findings[:_NAMED])) + (", …" if len(findings) > _NAMED else "")
-    judged = "no rules" if rules is None else f"{_plural(len(findings.judged), 'rule')} judged"
+    judged = f"{_plural(len(findings.judged), 'rule')} judged, {len(findings.skipped)} could not"
+    judged = "no rules" if rules is None else f"{judged}; ikkuna.preflight() checks masks, axes and leaks too"
     mark = _plural(len(findings), "finding") if findings else "no findings"
     announce(f": {named}" if findings else f"; {judged}", mark=mark, styles=STYLES[worst] if findings else ())
     more = "" if directory is None else f"; 'ikkuna report {shortest_path(directory)}' shows more"

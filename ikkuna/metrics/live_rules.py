@@ -180,6 +180,7 @@ class RuleSubscriber(Subscriber):
         super().__init__(kinds, tag=None, **options)
         self.judge = judge
         self._on_finding = on_finding
+        self._told: dict[tuple[str, str | None], str] = {}
         self._stopping = SEVERITIES[SEVERITIES.index(stop) :] if stop else ()
         self._every = every
         self.needs_step_every = loss_every if stop else every  # training stops at the end of the judged step
@@ -363,6 +364,9 @@ class RuleSubscriber(Subscriber):
         verbosity = getattr(getattr(self._host, "settings", None), "verbosity", 1)
         mark, _, text = str(finding).partition(":")
         advice = f" Try: {finding.advice.rstrip('.')}." if finding.advice else ""
+        if self._told.get((finding.rule, finding.module)) == finding.message:  # more severe now
+            text, advice = f"{finding.head.partition(':')[2]}: see above.", ""
+        self._told[finding.rule, finding.module] = finding.message
         announce(f":{text}{advice}", logging.WARNING, verbosity, mark, STYLES[finding.severity])
         for action in self.actions:
             action(finding)

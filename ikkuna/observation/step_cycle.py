@@ -146,8 +146,8 @@ class MissingLossWarning:
         if not self._is_early(steps) and (missing := self._missing()):
             self._has_warned = True
             log.warning(
-                "a subscriber wants %s, which cannot be seen; pass loss= to watch(), or set the module or function that computes the "
-                "loss, and call what set_loss() returns: loss = exporter.set_loss(loss)",
+                "%s cannot be seen, and what needs them is not measured: pass the module or function that computes the loss, as in "
+                "monitor = watch(model, loss); if the loop does not call it itself, let it call what loss = monitor.set_loss(loss) returns",
                 missing,
             )
 

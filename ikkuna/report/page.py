@@ -143,10 +143,12 @@ def report_page(contents: Sequence[RunContent], *, url: str = "", part: str = ""
 
 def separate_names(contents: Sequence[RunContent]) -> None:
     """Give runs of the same name the names of their parents too."""
-    names = [content.name for content in contents]
-    for content in contents:
-        if names.count(content.name) > 1:
-            content.name = f"{content.run.path.resolve().parent.name}/{content.name}"
+    parents = [list(content.run.path.resolve().parents) for content in contents]
+    while any(parents) and len({content.name for content in contents}) < len(contents):
+        names = [content.name for content in contents]
+        for content, above in zip(contents, parents, strict=True):
+            if names.count(content.name) > 1 and above:
+                content.name = f"{above.pop(0).name}/{content.name}"
 
 
 def head_values(content: RunContent) -> dict[str, Any]:
@@ -181,9 +183,14 @@ def layer_values(content: RunContent, tables: Sequence[KindTable]) -> dict[str, 
 
 
 def _unjudged(findings: Findings) -> dict[str, str]:
-    """Return the names of the rules that could not judge, why, and what they need."""
-    needed = {name: f"not measured: {text}" for name, text in findings.needed.items()}
-    return {**findings.skipped, **needed}
+    """Return the names of the rules that could not judge for the same reason, and the reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, text in {
+        **findings.skipped,
+        **{name: f"not measured: {text}" for name, text in findings.needed.items()},
+    }.items():
+        reasons.setdefault(text, []).append(name)
+    return {", ".join(names): text for text, names in reasons.items()}
 
 
 def _facts(run: StoredRun) -> list[str]:

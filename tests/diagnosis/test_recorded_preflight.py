@@ -313,7 +313,7 @@ def test_a_resumed_run_is_not_checked(tmp_path):
             watched.loss(model(X), CLASSES).backward()
             optimizer.step()
         assert not named(watched)
-        assert "does not begin at step 0" in watched.findings.note
+        assert "the first loss that was seen is that of step 3" in watched.findings.note
 
 
 def state_after(loss, preflight, path):

@@ -155,7 +155,7 @@ def test_a_second_watch_of_a_model_replaces_the_first_and_says_so(caplog):
     second = ikkuna.watch(model, count("second"))
     train(model)
     assert seen == {"first": 1, "second": 1}
-    said = [record.message for record in caplog.records if "labels, which cannot be seen" not in record.message]
+    said = [record.message for record in caplog.records if "labels cannot be seen" not in record.message]
     assert said == ["the model is watched already; closed the exporter of the earlier watch()"]
     assert first.health().steps == 1
     second.close()

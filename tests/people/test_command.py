@@ -171,3 +171,19 @@ def test_every_command_has_json(capsys):
     for name in command_names():
         cli.main([name, "--help"])
         assert "--json" in capsys.readouterr().out
+
+
+def test_a_run_that_ended_in_its_first_step_says_what_ended_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    dump = tmp_path / "run" / "run0001" / "dumps" / "step_000000"
+    dump.mkdir(parents=True)
+    write_run_file(tmp_path / "run" / "run0001", RunFile("1a2b", {}, created="2026-01-01"))
+    (dump / "dump.json").write_text('{"reasons": ["IndexError: Target 10 is out of bounds."]}', encoding="utf-8")
+    for command in ("check", "summary", "report"):
+        assert cli.main([command]) == 2
+        error = capsys.readouterr().err
+        assert (
+            "'run/run0001' has no value: its training is in its first step, or ended there, with IndexError: Target 10"
+            in error
+        )
+        assert "'ikkuna replay run/run0001/dumps/step_000000' shows the batch; ikkuna.preflight(" in error

@@ -53,6 +53,12 @@ def test_a_finding_is_printed_with_its_remedy(printed):
     assert "Try: lower the learning rate" in line
 
 
+def test_no_finding_is_printed_in_full_twice(printed):
+    texts = [line.partition(": ")[2].partition(": ")[2] for line in printed if " at step " in line and "Try: " in line]
+    messages = [text.partition(": ")[2] for text in texts]
+    assert len(messages) == len(set(messages)) > 0
+
+
 def test_a_line_about_a_dump_says_why_it_was_written(printed):
     [line] = [line for line in printed if "dumps" in line]
     path = re.search(r"'(.*)'; the reason: \S+", line)[1]

@@ -107,7 +107,10 @@ def test_an_unknown_option_is_also_a_type_error(model):
 
 
 def test_editors_see_the_functions_and_their_arguments():
-    assert {"watch", "preflight", "replay", "observe", "schedules"} <= set(dir(ikkuna))
+    assert {"watch", "preflight", "replay", "observe", "schedules", "netdict", "probe"} <= set(dir(ikkuna))
+    assert not {"Any", "TYPE_CHECKING"} & set(dir(ikkuna))
+    for name in (name for name in dir(ikkuna) if not name.startswith("_")):
+        assert getattr(ikkuna, name) is not None
     assert {"model", "loss", "every", "backend", "on_finding"} <= inspect.signature(ikkuna.watch).parameters.keys()
     code = "import ikkuna, sys; dir(ikkuna); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,7 +10,7 @@ from torch import nn
 import ikkuna
 from ikkuna import cli
 from ikkuna.reading import read_run
-from ikkuna.report.difference import compare_runs
+from ikkuna.report.difference import compare_paths, compare_runs
 
 
 def train(directory, change=None, steps=30, width=8):
@@ -192,3 +192,9 @@ def test_the_command_writes_a_page_and_json(base, tmp_path, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["config"] == {"lr": ["0.1", "0.2"]}
     assert report["partings"][0]["step"] == 20
+
+
+def test_runs_of_one_name_are_told_apart_by_the_parents_that_differ(tmp_path):
+    runs = [train(tmp_path / name / "run", steps=2) for name in ("first", "second")]
+    _, a, b = compare_paths(*runs)
+    assert (a.name, b.name) == ("first/run/run0001", "second/run/run0001")

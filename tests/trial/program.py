@@ -90,10 +90,10 @@ class Program:
 
 PROGRAMS: dict[str, Program] = {}
 
-LABELS = ("a subscriber wants the labels, which cannot be seen",)
+LABELS = ("the labels cannot be seen",)
 """The line that is logged for a loss that compares no outputs with labels."""
 
-NO_LOSS = ("a subscriber wants the loss, which cannot be seen",)
+NO_LOSS = ("the loss cannot be seen",)
 """The line that is logged if ``backward()`` is never called."""
 
 

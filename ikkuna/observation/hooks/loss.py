@@ -295,8 +295,8 @@ class LossHooks:
         checks, self.preflight = self.preflight, None
         if checks is None:
             return
-        if self.context.tracker.stamp.global_step > 0:
-            checks.reason = "the training does not begin at step 0"
+        if (step := self.context.tracker.stamp.global_step) > 0:
+            checks.reason = f"the first loss that was seen is that of step {step}"
         elif World.here().size > 1:
             checks.reason = "several processes train together"
         else:
