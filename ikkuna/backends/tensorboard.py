@@ -397,6 +397,7 @@ class TensorBoardBackend(FileBackend):
             self._config = None
 
     def _take_block(self, step: int) -> bytes:
+        has_pictures = False
         for group in self._groups.values():
             if group.added:
                 names, values = group.take()
@@ -405,7 +406,9 @@ class TensorBoardBackend(FileBackend):
                 if len(values) > 1:
                     self._added.append((group.template, np.array(overview(values))))
                     group.heatmap.add(step, names, values)
-                    self._thread.open()
+                    has_pictures = True
+        if has_pictures:
+            self._thread.open()
         self._encode()
         self._add_layout()
         self._add_hparams()

@@ -243,8 +243,7 @@ class Exchange:
         """Update `replicas`, and store the first step."""
         if self._first_step is None:
             self._first_step = stamp.global_step
-        world = World.here()
-        if world.size > 1:
+        if (world := World.here()).size > 1:
             self.replicas = max((data_parallel_size(root) for root in self._model.callable), default=1)
             if self._world is None:
                 self._bus.is_silent = world.rank != 0
@@ -255,7 +254,7 @@ class Exchange:
             self._world = World.here()
             if self._world.size > 1:
                 self._meet(self._world)
-        return self.is_shared
+        return self._gather is not None
 
     def take(self, rows: Rows, plan: Plan) -> None:
         """Schedule the merge of the rows of a step with those of other ranks, if there are any."""
@@ -315,7 +314,7 @@ class Exchange:
         stamp : Stamp or None
             The finished step, or ``None`` for a finished epoch.
         """
-        if not self.is_shared:
+        if self._gather is None:
             return False
         calling = (s for s in self._bus.registered if s.subscriber.needs_model and not s.disabled)
         if stamp is None:

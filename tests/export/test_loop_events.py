@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ikkuna
-from ikkuna.observation.steps.loop_events import LoopEvents
+from ikkuna.observation.steps.counters import LoopEvents
 
 
 def events_of(loop):

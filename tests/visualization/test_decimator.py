@@ -39,15 +39,8 @@ def test_entries_are_bounded_and_equally_large(capacity, length):
 
 
 @given(capacities, lengths)
-def test_a_skipped_item_costs_as_much_room_as_one_that_keep_first_merges(capacity, length):
-    skipping = Decimator(capacity, keep_first)
-    for item in range(length):
-        if skipping.begins_entry:
-            skipping.add(item)
-        else:
-            skipping.skip()
-    kept = skipping.entries()
-    assert kept == filled(capacity, range(length), keep_first)
+def test_keep_first_keeps_evenly_spaced_items(capacity, length):
+    kept = filled(capacity, range(length), keep_first)
     assert kept[:1] == list(range(length))[:1]
     assert len(set(np.diff(kept))) <= 1
 

@@ -64,11 +64,6 @@ class Decimator(Generic[T]):
         self._group = 1  # items of an entry
         self._room = 0  # items that the last entry still takes
 
-    @property
-    def begins_entry(self) -> bool:
-        """Whether the next item begins an entry."""
-        return self._room == 0
-
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -84,10 +79,6 @@ class Decimator(Generic[T]):
             self._group *= 2
         self._entries.append(item)
         self._room = self._group - 1
-
-    def skip(self) -> None:
-        """Count an item without merging it; only for an item that does not begin an entry."""
-        self._room -= 1
 
     def entries(self) -> list[T]:
         """Return a copy of the list of entries."""

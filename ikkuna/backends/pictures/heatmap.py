@@ -76,21 +76,18 @@ class Heatmap:
 
     def add(self, step: int, names: Sequence[str], values: NDArray[np.float64]) -> None:
         """Add one value of each name at a step, which is later than those before."""
+        rows = slice(0, len(names)) if names is self._latest else self._rows_of(names)
         with np.errstate(over="ignore"):
-            self._last = _Column(step, self._rows_of(names), values.astype(np.float32))
-        if self._columns.begins_entry:
-            self._columns.add(self._last)
-        else:
-            self._columns.skip()
+            self._last = _Column(step, rows, values.astype(np.float32))
+        self._columns.add(self._last)
 
     def _rows_of(self, names: Sequence[str]) -> "slice | NDArray[np.intp]":
-        if names is not self._latest:  # the usual case: the same modules in the same order
-            if list(names) != self._names:
-                for name in names:
-                    self._rows.setdefault(name, len(self._rows))
-                self._names = list(self._rows)
-                return np.fromiter((self._rows[name] for name in names), np.intp, len(names))
-            self._latest = names
+        if list(names) != self._names:
+            for name in names:
+                self._rows.setdefault(name, len(self._rows))
+            self._names = list(self._rows)
+            return np.fromiter((self._rows[name] for name in names), np.intp, len(names))
+        self._latest = names  # the usual case: the same modules in the same order
         return slice(0, len(names))
 
     @property

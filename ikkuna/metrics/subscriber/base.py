@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import Signature, signature
 from typing import Any, NamedTuple, Protocol, TypeVar
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -34,6 +33,7 @@ __all__ = ["MERGES", "Host", "Later", "Result", "StepLosses", "Subscriber"]
 
 T = TypeVar("T")
 _MOST_NAMES = 100_000
+_MOST_GROUPS = 1024
 _Name = tuple[str | None, str, str | None]
 """Module, path and name of a message."""
 MERGES = ("sum", "min", "max", "last", "ranks")
@@ -317,7 +317,7 @@ class Subscriber(metaclass=_RegisteringType):
         self._host: Host | None = None
         self._untaken: list[Result | Later | _Number] = []
         self._known_names: dict[tuple[_Name, ...], BatchNames] = {}
-        self._curve_groups: WeakKeyDictionary[BatchNames, dict[tuple[str, str], SeriesGroup]] = WeakKeyDictionary()
+        self._curve_groups: dict[tuple[BatchNames, str, str], SeriesGroup] = {}
         self.evaluate: Callable[..., None] | None = None
 
     def show_with(self, backend: "str | Backend | Sequence[str | Backend]") -> None:
@@ -497,7 +497,8 @@ class Subscriber(metaclass=_RegisteringType):
         ConfigError
             If `kind` is not among ``publishes``.
         """
-        self._keep_result(_Number(message.stamp, _name(message), self._checked_kind(kind), float(value)))
+        kind = kind if kind in self.publishes else self._checked_kind(kind)
+        self._keep_result(_Number(message.stamp, _name(message), kind, float(value)))
 
     def _checked_kind(self, kind: str | None) -> str:
         if not self.publishes:
@@ -542,7 +543,7 @@ class Subscriber(metaclass=_RegisteringType):
         ConfigError
             If backends cannot store the value; it counts as a failure of this subscriber.
         """
-        first = _first(message)
+        first = message.first if isinstance(message, MessageBundle) else message
         self._show(first, value, first.kind)
 
     def show_batch(self, batch: MessageBatch, values: Any, kind: str | None = None) -> None:
@@ -570,18 +571,21 @@ class Subscriber(metaclass=_RegisteringType):
         found = np.array(values, np.float64)
         if found.shape != (len(names.names),):
             found = np.broadcast_to(found, (len(names.names),))
-        known = self._curve_groups.get(names)
-        group = (known and known.get((kind, stamp.pass_name))) or self._curve_group(names, kind, stamp.pass_name)
+        group = self._curve_groups.get((names, kind, stamp.pass_name)) or self._curve_group(
+            names, kind, stamp.pass_name
+        )
         batch = MessageBatch(stamp, kind, names, data=found) if is_published else None
         return Result("add_group", (group, found, stamp.global_step), stamp.global_step, batch)
 
     def _curve_group(self, names: BatchNames, kind: str, pass_name: str) -> SeriesGroup:
         """Return the curves of a kind, the same object at each step, so that backends can keep what they compute for it."""
-        known = self._curve_groups.setdefault(names, {})
-        if (kind, pass_name) not in known:
+        key = names, kind, pass_name
+        if (found := self._curve_groups.get(key)) is None:
+            if len(self._curve_groups) >= _MOST_GROUPS:  # the modules that are called change from step to step
+                self._curve_groups.clear()
             rest = pass_name, self.title, self.ylims, self.quantity_of(kind)
-            known[kind, pass_name] = SeriesGroup(kind, names.names, *rest)
-        return known[kind, pass_name]
+            found = self._curve_groups[key] = SeriesGroup(kind, names.names, *rest)
+        return found
 
     def _batch_names(self, names: tuple[_Name, ...]) -> BatchNames:
         """Return the names of messages as one object, the same at each step."""
@@ -601,17 +605,19 @@ class Subscriber(metaclass=_RegisteringType):
         """Return what was emitted and shown since the last call, the numbers of one kind and step together; the bus calls it."""
         added, self._untaken = self._untaken, []
         numbers: dict[tuple[int, str], list[_Number]] = {}
-        for each in added:
-            if isinstance(each, _Number):
-                numbers.setdefault((id(each.stamp), each.kind), []).append(each)
-        found: list[Result | Later] = []
+        found: list[Any] = []
         for each in added:
             if not isinstance(each, _Number):
                 found.append(each)
-            elif together := numbers.pop((id(each.stamp), each.kind), None):
-                _, names, _, values = zip(*together, strict=True)
-                found.append(self._result_of(each.stamp, self._batch_names(names), each.kind, values, True))
-        return found
+            elif (together := numbers.get((id(each.stamp), each.kind))) is not None:
+                together.append(each)
+            else:
+                found.append(numbers.setdefault((id(each.stamp), each.kind), [each]))
+        return [self._joined(*each) if type(each) is list else each for each in found] if numbers else found
+
+    def _joined(self, *numbers: _Number) -> Result:
+        names, values = tuple([each.name for each in numbers]), [each.value for each in numbers]
+        return self._result_of(numbers[0].stamp, self._batch_names(names), numbers[0].kind, values, is_published=True)
 
     def quantity_of(self, kind: str) -> Quantity:
         """Return what a kind that this subscriber publishes or shows is."""
@@ -649,10 +655,6 @@ class Subscriber(metaclass=_RegisteringType):
         return f"{type(self).__name__}({', '.join(self.kinds)})"
 
 
-def _first(message: Message | MessageBundle) -> Message:
-    return message.first if isinstance(message, MessageBundle) else message
-
-
 def _name(message: Message | MessageBundle) -> _Name:
-    first = _first(message)
+    first = message.first if isinstance(message, MessageBundle) else message
     return getattr(first, "module", None), getattr(first, "path", ""), first.series_name

@@ -184,7 +184,10 @@ class Subscription:
 
     def samples(self, stamp: Stamp) -> bool:
         """Return whether data of this step is sampled: a pure function of the stamp, so that all ranks agree."""
-        return self.includes(stamp) and any(map(self._is_due, (stamp, *stamp.completes)))
+        is_due = self._is_due(stamp)
+        if is_due or not stamp.completes:
+            return is_due
+        return self.includes(stamp) and any(map(self._is_due, stamp.completes))
 
     def _is_due(self, stamp: Stamp) -> bool:
         if not self.is_candidate(stamp):

@@ -33,13 +33,11 @@ from ikkuna.observation.hooks.hook import MAY_CAPTURE, Hook, in_backward
 from ikkuna.observation.model.parameters import TrackedParameters
 from ikkuna.observation.model.watched_model import WatchedModel
 from ikkuna.observation.rows.plan import NOTHING as NOTHING_PLANNED
-from ikkuna.observation.rows.plan import Site
+from ikkuna.observation.rows.plan import Site, WantedRows
 from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.observation.rows.rows import StepObserver
-from ikkuna.observation.rows.selection import WantedRows
-from ikkuna.observation.steps.counters import Stopwatch
+from ikkuna.observation.steps.counters import LoopEvents, Stopwatch
 from ikkuna.observation.steps.forwards import MICRO_PART, Decision, Forward
-from ikkuna.observation.steps.loop_events import LoopEvents
 from ikkuna.observation.steps.step_tracker import StepTracker
 from ikkuna.support.failures import log
 from ikkuna.support.torch_internals import MODULE_CALL, current_trace, graph_task, insert_as_constant, sequence_number

@@ -5,6 +5,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -87,12 +88,17 @@ class Hook:
             count_only = context.idle_handlers.get(self.function)
             if count_only is not None and count_only(*args):
                 return
+            local = stopwatch.local  # as `Stopwatch.start` and `stop` do
             try:
-                stopwatch.start()
+                local.depth += 1
+                if local.depth == 1:
+                    local.since = perf_counter()
                 context.native.close()
                 self.function(owner, *self.bound, *args)
             finally:
-                stopwatch.stop()
+                local.depth -= 1
+                if not local.depth:
+                    stopwatch.spent += perf_counter() - local.since
         except BaseException as error:
             context.handle(self.function.__name__, error)
 

@@ -18,9 +18,8 @@ from ikkuna.numerics.elements import dequantized, has_float64, has_numbers, is_s
 from ikkuna.numerics.statistics.host import HostStatistics
 from ikkuna.numerics.statistics.native import Library, library
 from ikkuna.observation.rows.part import Part, PartPool
-from ikkuna.observation.rows.plan import NOTHING, Key, Plan, RowIndex, Site, Task
+from ikkuna.observation.rows.plan import NOTHING, Key, Plan, RowIndex, Selections, Site, Task
 from ikkuna.observation.rows.rows import Rows
-from ikkuna.observation.rows.selection import Selections
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.undisturbed import gradients, switched
 

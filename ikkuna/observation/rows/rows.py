@@ -24,8 +24,7 @@ from ikkuna.numerics.statistics.float_code import half_size, merge_codes
 from ikkuna.numerics.statistics.record import Records, record_of
 from ikkuna.numerics.statistics.table import COLUMN, Values, empty_rows, merge_rows, row_of
 from ikkuna.observation.rows.part import HostCopy, Part, PartPool
-from ikkuna.observation.rows.plan import Key, Plan, RowIndex, Site
-from ikkuna.observation.rows.selection import MeasuredRows, Selection, Selections
+from ikkuna.observation.rows.plan import Key, MeasuredRows, Plan, RowIndex, Selection, Selections, Site
 from ikkuna.support.device_thread import Pending, run_beside
 from ikkuna.support.failures import raise_users_exception
 

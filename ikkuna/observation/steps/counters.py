@@ -1,4 +1,4 @@
-"""Counts steps and epochs, and measures the time that ikkuna takes."""
+"""Counts steps, epochs and evaluation passes of the training loop, and measures the time that ikkuna takes."""
 
 import math
 import threading
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ikkuna.errors import ConfigError
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 
-__all__ = ["StepCounters", "Stopwatch"]
+__all__ = ["LoopEvents", "StepCounters", "Stopwatch"]
 
 
 class StepCounters:
@@ -117,6 +117,88 @@ class StepCounters:
         self._numbers = state["global_step"], state["train_step"], state["epoch"]
 
 
+_FEWEST = 2
+_APART = 10
+
+
+class LoopEvents:
+    """Counts evaluation passes of the training loop by the mode of their forwards.
+
+    A pass is a sequence of at least 2 outermost forwards without gradients, with no training forward and no step between them.
+    It counts as an evaluation if the last forward without gradients before it is at least 10 steps ago: a loop that needs such
+    forwards for its steps makes them more often, as for a target network, a generator, a teacher, or a reentrant checkpoint.
+
+    Each method takes an event; the facts can be read at any time.  An event that was not seen changes nothing but the facts about it.
+
+    Attributes
+    ----------
+    in_training_mode : int
+        Number of evaluations in which every forward was in training mode.
+    in_evaluation_mode : int
+        Number of passes, also frequent ones and those of one forward, that had a forward in evaluation mode.
+    repeated : int
+        Number of those of them that had at least 2 forwards.
+
+    Examples
+    --------
+    >>> events = LoopEvents()
+    >>> for step in range(40):
+    ...     events.forward(step, training=True, gradients=True)
+    ...     if step % 20 == 19:
+    ...         for _ in range(3):
+    ...             events.forward(step + 1, training=True, gradients=False)
+    >>> events.forward(40, training=True, gradients=True)
+    >>> events.in_training_mode, events.in_evaluation_mode
+    (2, 0)
+    """
+
+    __slots__ = ("_forwards", "_is_apart", "_last", "_modes", "in_evaluation_mode", "in_training_mode", "repeated")
+
+    def __init__(self) -> None:
+        self.in_training_mode = self.in_evaluation_mode = self.repeated = 0
+        self._forwards = 0
+        self._modes: set[bool] = set()
+        self._last = 0  # the step of the last forward without gradients
+        self._is_apart = False
+
+    def forward(self, step: int, training: bool, gradients: bool) -> None:
+        """Handle the beginning of an outermost forward.
+
+        Parameters
+        ----------
+        step : int
+            The number of the open step, or of the next one.
+        training, gradients : bool
+            Whether the model is in training mode, and whether gradients are enabled.
+        """
+        if gradients:
+            if self._forwards:
+                self._end()
+            return
+        if self._forwards and step > self._last:
+            self._end()
+        if not self._forwards:
+            self._is_apart = step >= self._last + _APART
+        self._forwards += 1
+        self._modes.add(training)
+        self._last = step
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether the last forward was of an evaluation: without gradients, and in evaluation mode or in a pass that is apart."""
+        return self._forwards > 0 and (False in self._modes or self._is_apart)
+
+    def _end(self) -> None:
+        """End the pass."""
+        if False in self._modes:
+            self.in_evaluation_mode += 1
+            self.repeated += self._forwards >= _FEWEST
+        elif self._forwards >= _FEWEST and self._is_apart:
+            self.in_training_mode += 1
+        self._forwards = 0
+        self._modes.clear()
+
+
 class _Local(threading.local):
     depth = 0
     since = 0.0
@@ -134,6 +216,8 @@ class Stopwatch:
     ----------
     spent : float
         Seconds between `start` and `stop`, on all threads together.
+    local : threading.local
+        The number of open pairs on this thread, and when the outermost of them began.
 
     Examples
     --------
@@ -147,7 +231,7 @@ class Stopwatch:
     def __init__(self, others: Callable[[], float] = float) -> None:
         self.spent = 0.0
         self._others = others
-        self._local = _Local()
+        self.local = _Local()
         self._began: float | None = None
         self._ended = 0.0
         self._spent_before = self._spent_until_end = 0.0
@@ -155,21 +239,21 @@ class Stopwatch:
 
     def start(self) -> None:
         """Start to count."""
-        local = self._local
+        local = self.local
         local.depth += 1
         if local.depth == 1:
             local.since = time.perf_counter()
 
     def stop(self) -> None:
         """Stop to count."""
-        local = self._local
+        local = self.local
         local.depth -= 1
         if local.depth == 0:
             self.spent += time.perf_counter() - local.since
 
     def restart(self) -> None:
         """Start to count at an outermost `start` of this thread, after exceptions have left starts without their stops."""
-        self._local.depth, self._local.since = 1, time.perf_counter()
+        self.local.depth, self.local.since = 1, time.perf_counter()
 
     def lap(self) -> tuple[float, float] | None:
         """Return the seconds since the last call and how many of them ikkuna took; ``None`` for the first call."""
@@ -199,7 +283,7 @@ class Stopwatch:
 
     def _spent_until(self, now: float) -> float:
         """Return the seconds that were spent, including the pair that is open on this thread."""
-        return self.spent + self._others() + (now - self._local.since if self._local.depth else 0.0)
+        return self.spent + self._others() + (now - self.local.since if self.local.depth else 0.0)
 
     @property
     def overhead(self) -> float:
