@@ -382,19 +382,16 @@ class TensorBoardBackend(FileBackend):
 
     def _add_layout(self) -> None:
         """Add the layout of the charts, if it has changed; TensorBoard uses the latest one."""
-        if not self._may_have_changed:
-            return
         self._may_have_changed = False
         layout = tuple((group.member, group.size) for group in self._groups.values() if group.size > 1)
         if (layout, len(self._prefixes)) != self._layout:
             self._layout = layout, len(self._prefixes)
             self._entries.append(layout_value(layout, [series for series in self._prefixes if series.name is None]))
 
-    def _add_hparams(self) -> None:
+    def _add_hparams(self, config: Mapping[str, ConfigValue]) -> None:
         """Add the table of hyper-parameters, whose columns are the first headlines; TensorBoard reads the first one of a run."""
-        if self._config and self._headlines:
-            self._entries += hparams_values(self._config, [series_tag(series) for series in self._headlines])
-            self._config = None
+        self._entries += hparams_values(config, [series_tag(series) for series in self._headlines])
+        self._config = None
 
     def _take_block(self, step: int) -> bytes:
         has_pictures = False
@@ -410,8 +407,10 @@ class TensorBoardBackend(FileBackend):
         if has_pictures:
             self._thread.open()
         self._encode()
-        self._add_layout()
-        self._add_hparams()
+        if self._may_have_changed:
+            self._add_layout()
+        if self._config and self._headlines:
+            self._add_hparams(self._config)
         entries, self._entries = self._entries, []
         if not entries:
             return b""

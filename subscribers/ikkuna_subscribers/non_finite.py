@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ikkuna.export.messages import Message, MessageBatch, ModuleMessage, NetworkMessage, Stamp
+from ikkuna.export.messages import MeasuredStep, Message, MessageBatch, ModuleMessage, NetworkMessage, Stamp
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
-from ikkuna.metrics.messages.batch import BatchNames
+from ikkuna.metrics.messages.batch import BatchNames, NamedRows
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS, MICRO_KINDS, PARAMETER_KINDS
 from ikkuna.numerics.elements import all_finite, has_numbers
 
@@ -276,6 +276,7 @@ class NonFiniteSubscriber(PlotSubscriber):
         self.state = ("_is_finite",) if kind is None else ()
         self._seen: list[tuple[Stamp, list[Message]]] = []
         self._order = CallOrder()
+        self._checked: Sequence[NamedRows] = ()  # all of them are known
         self._broken: list[Message] = []
         self._skipped = False
         self._is_finite = True
@@ -302,6 +303,15 @@ class NonFiniteSubscriber(PlotSubscriber):
         events = self._seen[-1][1]
         events.append(message.carrying(None))
         return None if finite is None else torch.where(finite, math.inf, float(len(events) - 1)).reshape(1)
+
+    def compute_step(self, step: MeasuredStep) -> None:
+        """Compare the tensors of a step in which everything is finite with the known ones; read the counts of another step."""
+        if not (self._finds_producer and step.is_plain):
+            super().compute_step(step)
+        elif step.rows is not self._checked:
+            for each in step.rows:
+                self._order.check(each.kind, each.names)
+            self._checked = step.rows if self._order.is_known else ()
 
     def compute_batch(self, batch: MessageBatch) -> None:
         """Emit the counts of all modules, or store the messages of those that are not finite until the step is over."""

@@ -495,3 +495,61 @@ def test_modules_that_change_from_step_to_step_do_not_accumulate():
         registered.drop_incomplete(stamp)
     assert len(registered.subscriber.batches) == 100
     assert len(registered._common) < 20
+
+
+class WholeSteps(Subscriber):
+    """Receives the measurements of whole steps, and events one by one."""
+
+    fields = ("mean",)
+
+    def __init__(self, **options):
+        super().__init__(["weights", "weight_gradients", "batch_finished"], backend="null", **options)
+        self.steps, self.kinds_of_batches = [], []
+
+    def compute_step(self, step):
+        self.steps.append(([rows.kind for rows in step.rows], step.rows, step.is_plain))
+        if not step.is_plain:
+            super().compute_step(step)
+
+    def compute_batch(self, batch):
+        self.kinds_of_batches.append(batch.kind)
+
+
+def test_a_subscriber_takes_a_whole_step_and_makes_batches_only_if_it_reads_them():
+    whole = WholeSteps()
+    run(whole, steps=3)
+    assert [kinds for kinds, *_ in whole.steps] == [["weights", "weight_gradients"]] * 3
+    assert len({id(rows) for _, rows, _ in whole.steps}) == 1
+    assert all(is_plain for *_, is_plain in whole.steps)
+    assert whole.kinds_of_batches == ["batch_finished"] * 3
+
+
+def test_a_step_with_nan_is_not_plain():
+    def break_weights(loop):
+        next(loop.model.parameters()).data[0] = math.nan
+
+    whole = WholeSteps()
+    run(whole, steps=1, before=break_weights)
+    assert [is_plain for *_, is_plain in whole.steps] == [False]
+    assert whole.kinds_of_batches == ["weights", "weight_gradients", "batch_finished"]
+
+
+def test_a_method_that_a_subclass_overrides_is_called_in_place_of_an_inherited_compute_step():
+    class Single(WholeSteps):
+        def compute(self, message):
+            self.kinds_of_batches.append(message.kind)
+
+    single = Single()
+    run(single, steps=1)
+    assert single.steps == []
+    assert set(single.kinds_of_batches) == {"weights", "weight_gradients", "batch_finished"}
+
+
+def test_an_error_in_a_whole_step_is_counted_and_loses_no_event():
+    class Failing(WholeSteps):
+        def compute_step(self, step):
+            raise ValueError("no")
+
+    failing = Failing()
+    assert run(failing, steps=3, on_error="disable").errors == 3
+    assert failing.kinds_of_batches == ["batch_finished"] * 3

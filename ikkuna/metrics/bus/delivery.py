@@ -21,7 +21,7 @@ import numpy as np
 
 from ikkuna.backends.run import Run
 from ikkuna.metrics.bus.error_guard import ErrorGuard
-from ikkuna.metrics.messages.batch import MessageBatch
+from ikkuna.metrics.messages.batch import MeasuredStep, MessageBatch
 from ikkuna.metrics.messages.kinds import EVENT_KINDS
 from ikkuna.metrics.messages.message import Message, NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
@@ -53,6 +53,9 @@ class Measurements(Protocol):
 
     def batches(self, registered: Registered) -> Iterable[MessageBatch]:
         """Return what a subscriber takes, one batch for each kind."""
+
+    def step(self, registered: Registered) -> MeasuredStep:
+        """Return what a subscriber takes, of which batches are made when it reads them."""
 
     def abandon(self) -> None:
         """Forget the step, which is not delivered."""
@@ -164,6 +167,13 @@ class Delivery:
         elif subscriber._untaken:
             self.pass_on(registered, subscriber.take_results())
 
+    def deliver_step(self, registered: Registered, step: MeasuredStep) -> None:
+        """Deliver what was measured to a subscriber that takes whole steps; pass its results on, also after an error."""
+        subscriber = registered.subscriber
+        self.error_guard.call(registered, "compute", subscriber.compute_step, step)
+        if subscriber._untaken:
+            self.pass_on(registered, subscriber.take_results())
+
     def pass_on(self, registered: Registered, results: Sequence[Result | Later]) -> None:
         """Show and publish what a subscriber has emitted, in order."""
         for result in results:
@@ -267,7 +277,10 @@ class Finished(Item):
         try:
             for registered in rows.subscriptions:
                 if not registered.disabled and (not rows.skipped or registered.subscriber.sees_skipped):
-                    bus.deliver(registered, *rows.batches(registered))
+                    if registered.takes_steps:
+                        bus.deliver_step(registered, rows.step(registered))
+                    else:
+                        bus.deliver(registered, *rows.batches(registered))
             if event is not None and event.kind in bus._by_kind:
                 bus.publish(event, _NONE if rows.skipped else self.early)
             is_late = bool(bus.queue.late)

@@ -6,11 +6,12 @@
 from importlib import import_module
 from typing import Any
 
-from ikkuna.metrics.messages.batch import MessageBatch
+from ikkuna.metrics.messages.batch import MeasuredStep, MessageBatch
 from ikkuna.metrics.messages.message import Message, MessageBundle, ModuleMessage, NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
 
 __all__ = [
+    "MeasuredStep",
     "Message",
     "MessageBatch",
     "MessageBundle",

@@ -1,9 +1,9 @@
 """The messages of one kind and step of several modules, as arrays."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from ikkuna.metrics.messages.message import Message, MessageBundle, ModuleMessag
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.numerics.statistics.record import Records
 
-__all__ = ["BatchNames", "MessageBatch", "message_name"]
+__all__ = ["BatchNames", "MeasuredStep", "MessageBatch", "NamedRows", "message_name"]
 
 
 def message_name(kind: str, module: str, path: str) -> str:
@@ -189,3 +189,37 @@ class MessageBatch:
         if all(isinstance(batch.data, np.ndarray) for batch in batches):
             return MessageBatch(stamp, kind, names, data=np.concatenate([np.asarray(batch.data) for batch in batches]))
         return MessageBatch(stamp, kind, names, messages=[message for batch in batches for message in batch])
+
+
+class NamedRows(Protocol):
+    """The kind and the names of a batch."""
+
+    kind: str
+    names: BatchNames
+
+
+class MeasuredStep:
+    """The measurements of a step for one subscriber, before any batch is made of them.
+
+    Parameters
+    ----------
+    stamp : Stamp
+        The step.
+    rows : sequence of NamedRows
+        Kind and names of each batch with shared statistics; the same object at steps that measure the same tensors.
+    is_plain : bool
+        Whether the subscriber reads shared statistics alone, and every element of the step is known to be finite.
+    make : callable
+        Returns the batches.
+    """
+
+    __slots__ = ("_make", "is_plain", "rows", "stamp")
+
+    def __init__(
+        self, stamp: Stamp, rows: Sequence[NamedRows], is_plain: bool, make: Callable[[], Iterable[MessageBatch]]
+    ) -> None:
+        self.stamp, self.rows, self.is_plain, self._make = stamp, rows, is_plain, make
+
+    def __iter__(self) -> Iterator[MessageBatch]:
+        """Iterate over the batches, one for each kind."""
+        return iter(self._make())

@@ -16,7 +16,7 @@ from ikkuna.backends.backend import SPELLINGS, Backend
 from ikkuna.backends.loggers import is_target
 from ikkuna.backends.run import Run
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.metrics.messages.batch import BatchNames, MessageBatch
+from ikkuna.metrics.messages.batch import BatchNames, MeasuredStep, MessageBatch
 from ikkuna.metrics.messages.message import Message, MessageBundle
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.metrics.subscriber.state import DeferredRow, pack, types_in, unpack
@@ -401,6 +401,15 @@ class Subscriber(metaclass=_RegisteringType):
         """
         for message in batch:
             self.compute(message)
+
+    def compute_step(self, step: MeasuredStep) -> None:
+        """Handle all that was measured in a step for this subscriber; by default :meth:`compute_batch` is called with each batch.
+
+        A subclass that overrides it decides which batches are made.  An error loses all of them.
+        Events, and results of other subscribers, are passed to :meth:`compute_batch`.
+        """
+        for batch in step:
+            self.compute_batch(batch)
 
     def compute_losses(self, block: StepLosses) -> None:
         """Handle the losses of training steps in a row, in place of :meth:`compute` and :meth:`finish` of each of them.

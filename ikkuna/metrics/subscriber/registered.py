@@ -47,6 +47,8 @@ class Registered:
         The shared statistics that the subscriber reads.
     takes_batches : bool
         Whether ``compute_batch`` is called, rather than ``compute`` with each message: no class defines the second later.
+    takes_steps : bool
+        Whether ``compute_step`` is called with the measurements of a step, rather than ``compute_batch``.
     varies : bool
         Whether the subscriber decides for each step whether it measures.
     finishes : bool
@@ -80,6 +82,8 @@ class Registered:
         self.fields = needed_fields(subscriber.fields) if subscriber.fields else frozenset[str]()
         is_replaced = "compute" in vars(subscriber)
         self.takes_batches = not is_replaced and last_defined(type(subscriber), "compute_batch", "compute") != "compute"
+        last = last_defined(type(subscriber), "compute_step", "compute_batch", "compute")
+        self.takes_steps = last == "compute_step" and not (is_replaced or self.subscription.is_joined)
         self.varies = type(subscriber).measures is not Subscriber.measures
         self.finishes = type(subscriber).finish is not Subscriber.finish or "finish" in vars(subscriber)
         asked = self.subscription

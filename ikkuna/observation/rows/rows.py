@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.distributed.dtensor import ShardPosition
-from ikkuna.metrics.messages.batch import MessageBatch
+from ikkuna.metrics.messages.batch import MeasuredStep, MessageBatch
 from ikkuna.metrics.messages.message import Message, NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.base import StepLosses
@@ -343,16 +343,26 @@ class Rows:
                 return []
             parts = {kind: MessageBatch.of(NetworkMessage(self.stamp, kind)) for kind in registered.kinds}
             return [MessageBatch.joined(parts, [self.together[registered]])]
-        if self._measured_rows is None:
-            self._measured_rows = self.selections.measured(self.values[:, _N] > 0)
-            self._measurers = frozenset(chain.from_iterable(self.measured.values()))
-            self._is_finite = not self.values[:, _NANS : _INFS + 1].any()
+        measured_rows = self._measured_rows or self._find_measured()
         if registered in self._measurers:
-            made = (self._batch_with_data(registered, s, self._measured_rows) for s in self.selections.of(registered))
+            made = (self._batch_with_data(registered, s, measured_rows) for s in self.selections.of(registered))
             return [batch for batch in made if batch is not None]
         if not registered.fields:
             return []
-        return [self._batch(registered, selection) for selection in self._measured_rows.of(registered)]
+        return [self._batch(registered, selection) for selection in measured_rows.of(registered)]
+
+    def step(self, registered: Registered) -> MeasuredStep:
+        """Return what a subscriber takes, of which batches are made when it reads them."""
+        found = (self._measured_rows or self._find_measured()).of(registered) if registered.fields else ()
+        is_plain = self._is_finite and not registered.together and registered not in self._measurers
+        return MeasuredStep(self.stamp, found, is_plain, partial(self.batches, registered))
+
+    def _find_measured(self) -> MeasuredRows:
+        """Return which rows were measured."""
+        found = self._measured_rows = self.selections.measured(self.values[:, _N] > 0)
+        self._measurers = frozenset(chain.from_iterable(self.measured.values()))
+        self._is_finite = not self.values[:, _NANS : _INFS + 1].any()
+        return found
 
     def _batch(self, registered: Registered, selection: Selection) -> MessageBatch:
         """Return the shared statistics of some rows; subscribers that read the same ones share them."""

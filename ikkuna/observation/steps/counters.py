@@ -216,7 +216,7 @@ class Stopwatch:
     ----------
     spent : float
         Seconds between `start` and `stop`, on all threads together.
-    local : threading.local
+    local : object
         The number of open pairs on this thread, and when the outermost of them began.
 
     Examples
