@@ -46,6 +46,19 @@ def require_integers(owner: str, least: int = 1, **numbers: object) -> None:
             raise ConfigError(f"{owner} needs {name} >= {least}, got {number!r}")
 
 
+def require_dataset(owner: str, dataset: Any) -> None:
+    """Raise an error, in the name of the subscriber `owner`, unless `dataset` is a map-style data set with at least one item."""
+    is_sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    is_number = isinstance(dataset, Tensor) and not dataset.ndim
+    if not is_sized or is_number or isinstance(dataset, str | dict | DataLoader):
+        raise ConfigTypeError(
+            f"{owner} needs a map-style data set, with __len__ and __getitem__, or a tensor, "
+            f"got {type(dataset).__name__}"
+        )
+    if not len(dataset):
+        raise ConfigError(f"{owner} needs a data set with at least one item, got an empty one")
+
+
 def scheduled_kind(owner: str, every: int | None, options: dict[str, Any]) -> str:
     """Return the kind whose messages trigger an evaluation, and set ``options["subsample"]`` if it is a step.
 
@@ -227,19 +240,8 @@ class ProbeData:
     def __init__(
         self, owner: str, dataset: Any, samples: int | None = None, batch_size: int = 256, seed: int = 0
     ) -> None:
-        sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-        if (
-            not sized
-            or isinstance(dataset, str | dict | DataLoader)
-            or (isinstance(dataset, Tensor) and not dataset.ndim)
-        ):
-            raise ConfigTypeError(
-                f"{owner} needs a map-style data set, with __len__ and __getitem__, or a tensor, "
-                f"got {type(dataset).__name__}"
-            )
+        require_dataset(owner, dataset)
         require_integers(owner, batch_size=batch_size, samples=1 if samples is None else samples)
-        if not len(dataset):
-            raise ConfigError(f"{owner} needs a probe set with at least one item, got an empty one")
         if samples is not None and samples > len(dataset):
             raise ConfigError(f"{owner} got samples={samples}, but the probe set has {len(dataset)} items")
         self._dataset = dataset

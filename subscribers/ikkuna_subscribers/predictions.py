@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.errors import ConfigError
 from ikkuna.export.messages import MessageBatch, MessageBundle, NetworkMessage
 from ikkuna.export.subscriber import Pending, PlotSubscriber, Quantity, SharedStatisticSubscriber, name_results
 from ikkuna.numerics.noise import RunningMean
 from ikkuna.numerics.prediction import PREDICTION_FIGURES, constant_figures, count_correct, prediction_figures, shifted
 from ikkuna.numerics.statistics.record import Records
 from ikkuna.support.undisturbed import undisturbed_randomness
-from ikkuna_subscribers._helpers import require_integers, scheduled_kind
+from ikkuna_subscribers._helpers import require_dataset, require_integers, scheduled_kind
 
 
 class LossSubscriber(PlotSubscriber):
@@ -381,13 +381,7 @@ class TestAccuracySubscriber(PlotSubscriber):
 
 
 def _check_dataset(dataset: Any) -> None:
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, str | dict):
-        raise ConfigTypeError(
-            "TestAccuracySubscriber needs a map-style data set, with __len__ and __getitem__, "
-            f"got {type(dataset).__name__}"
-        )
-    if not len(dataset):
-        raise ConfigError("TestAccuracySubscriber needs a data set with at least one item, got an empty one")
+    require_dataset("TestAccuracySubscriber", dataset)
     with undisturbed_randomness():  # an item may be augmented at random
         item = dataset[0]
     if not isinstance(item, tuple | list) or len(item) != 2:

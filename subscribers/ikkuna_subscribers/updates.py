@@ -31,7 +31,7 @@ from ikkuna_subscribers._helpers import TensorCopies, require_parameter_kind
 class UpdateSubscriber(PlotSubscriber):
     """A metric of each update and the weight before it; it keeps a copy of the weight during the step.
 
-    Takes ``weights`` and ``weight_updates``.
+    Takes ``weights`` and ``weight_updates``; publishes `result`.
 
     Parameters
     ----------
@@ -39,7 +39,10 @@ class UpdateSubscriber(PlotSubscriber):
         See `Subscriber`.
     """
 
+    result = ""
+
     def __init__(self, **options: Any) -> None:
+        options.setdefault("publishes", self.result)
         super().__init__(["weights", "weight_updates"], **options)
         self._before: dict[str | None, Tensor] = {}
 
@@ -135,10 +138,7 @@ class TrustRatioSubscriber(UpdateSubscriber):
     """
 
     quantity = Quantity(low=0.0, scale="log")
-
-    def __init__(self, **options: Any) -> None:
-        options.setdefault("publishes", "trust_ratio")
-        super().__init__(**options)
+    result = "trust_ratio"
 
     def measure_update(self, before: Tensor, update: Tensor) -> Tensor:
         """Return the squares of both norms, which can be summed over the parts of a weight."""
@@ -239,11 +239,11 @@ class EffectiveUpdateSubscriber(UpdateSubscriber):
     """
 
     quantity = Quantity(low=0.0, high=1.0, scale="share", zero="bad", larger="good")
+    result = "effective_update_fraction"
 
     def __init__(self, dtype: torch.dtype | None = None, **options: Any) -> None:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigTypeError(f"EffectiveUpdateSubscriber needs a floating torch.dtype, got {dtype!r}")
-        options.setdefault("publishes", "effective_update_fraction")
         super().__init__(**options)
         self.dtype = dtype
 
@@ -352,10 +352,10 @@ class WeightDecaySubscriber(UpdateSubscriber):
     """
 
     quantity = Quantity(low=0.0, high=1.0, scale="share")
+    result = "weight_decay_share"
     needs_model = True
 
     def __init__(self, **options: Any) -> None:
-        options.setdefault("publishes", "weight_decay_share")
         super().__init__(**options)
         self._parameters: dict[str, nn.Parameter] = {}
 

@@ -44,7 +44,7 @@ def test_items_are_chosen_once_without_replacement_and_stay_the_same():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((TensorDataset(torch.ones(0, 4)),), ConfigError, "a probe set with at least one item, got an empty one"),
+        ((TensorDataset(torch.ones(0, 4)),), ConfigError, "a data set with at least one item, got an empty one"),
         ((torch.ones(5, 4), 6), ConfigError, "got samples=6, but the probe set has 5 items"),
         ((torch.ones(5, 4), 0), ConfigError, "needs samples >= 1, got 0"),
         ((torch.ones(5, 4), None, 0), ConfigError, "needs batch_size >= 1, got 0"),
