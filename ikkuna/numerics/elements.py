@@ -1,13 +1,4 @@
-"""Access to the numbers of tensors of every dtype and layout.
-
-Which devices compute in float64.
-
-The numbers that quantised and other special tensors stand for.
-
-A number that tells whether two tensors are equal, from a few of their elements.
-
-Conversion of data of any kind to numpy arrays.
-"""
+"""Access to the numbers of tensors of every dtype and layout, and their conversion to numpy arrays."""
 
 import ctypes
 import math

@@ -2,12 +2,7 @@
 
 A representation is a matrix ``(rows, features)``; rows with the same index belong to the same input.
 Columns are centred.  Everything is computed in float64, except products of float32 data (:func:`centred_kernels`).
-An undefined value is NaN.
-
-A representation is a matrix ``(rows, features)``; rows with the same index belong to the same input.
-Everything is computed in float64 from orthonormal bases and waits for the device.
-
-The saturation of an activation function is something else.
+What is computed from orthonormal bases waits for the device.  An undefined value is NaN.
 """
 
 import math
@@ -93,8 +88,7 @@ def centred_kernels(representations: Sequence[Tensor]) -> Tensor:
             [-1.6667, -1.1667,  2.8333,  0.0000]], dtype=torch.float64)
     """
     n = representations[0].shape[0]
-    if any(x.shape[0] != n for x in representations):
-        raise ConfigError(f"representations need equal numbers of rows, got {[len(x) for x in representations]}")
+    _check_rows(*representations)
     if n < 4:
         return as_float64(representations[0]).new_full((len(representations), n * n), torch.nan)
     kernels = _products([x.detach() for x in representations])
@@ -226,8 +220,7 @@ def linear_cka(x: Tensor, y: Tensor, debiased: bool = True) -> Tensor:
     """
     if debiased:
         return cka_of_hsic(hsic_matrix([x, y]))[0, 1]
-    if x.shape[0] != y.shape[0]:
-        raise ConfigError(f"representations need equal numbers of rows, got {len(x)} and {len(y)}")
+    _check_rows(x, y)
     if x.shape[0] < 2:
         return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
     x, y = centred(x), centred(y)
@@ -298,9 +291,9 @@ def canonical_correlations(x: Tensor, y: Tensor, center: bool = True) -> Tensor:
     return _correlations(_basis(x).rows, _basis(y).rows)
 
 
-def _check_rows(x: Tensor, y: Tensor) -> None:
-    if x.shape[0] != y.shape[0]:
-        raise ConfigError(f"representations need equal numbers of rows, got {len(x)} and {len(y)}")
+def _check_rows(*representations: Tensor) -> None:
+    if len(numbers := {len(x) for x in representations}) > 1:
+        raise ConfigError(f"representations need equal numbers of rows, got {' and '.join(map(str, sorted(numbers)))}")
 
 
 def _correlations(left: Tensor, right: Tensor) -> Tensor:

@@ -1,8 +1,6 @@
 """Statistics of tensors on the host: rows of one table, filled by the C++ kernels, or by numpy without a compiler.
 
-The statistics of numbers with numpy, for machines without a C++ compiler.
-
-A tensor is read in chunks of 131,072 elements, which stay in cache for several reductions.
+numpy reads a tensor in chunks of 131,072 elements, which stay in cache for several reductions.
 Sums are dot products of pieces of 1,024 elements, too short for float32 to drift and for BLAS to start threads.  Pieces add in float64.
 One ``torch.linalg.vector_norm`` over a large float32 tensor on the CPU is wrong by 0.4 % at 50 M elements; this is right to 1e-6.
 

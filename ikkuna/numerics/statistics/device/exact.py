@@ -3,7 +3,7 @@ r"""Rows that are measured precisely on a device, whatever the dtype and the mag
 Each chunk is read twice: the mean first, then the powers of the deviations from it.  So no digits are lost to a large offset.
 A chunk takes about 30 launches and 48 MiB.
 
-Each sum is a few numbers in float32, see `exact_sums`, which the host adds in float64.
+On a device without float64, each sum is a few numbers in float32, see `exact_sums`, which the host adds in float64.
 The elements of a chunk of :math:`n \le 2^{18}` are scaled by a power of two, :math:`v_i = x_i \, 2^{-s}` with :math:`|v_i| < 1`;
 their sums :math:`\sum v_i`, :math:`\sum |v_i|` and :math:`\sum v_i^2` are exact to :math:`n 2^{-37} \epsilon`, plus one rounding
 of each square, with :math:`\epsilon` the relative error of a float32 sum of :math:`n` numbers in the order of the device.
@@ -17,7 +17,6 @@ With :math:`\delta = \sum v_i / n - c`, which is at most a rounding of the mean,
 
 The subtraction :math:`v_i - c` is exact if the offset is large (Sterbenz 1974), else it rounds once.
 So a deviation has a relative error of at most :math:`2^{-24}`, and sums of its powers :math:`p` one of at most :math:`2 p \, 2^{-24}`.
-
 A chunk takes about 140 launches and 32 MiB.
 """
 

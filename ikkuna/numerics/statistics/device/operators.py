@@ -5,8 +5,7 @@ Norm, moments, zeros and extrema take at most one launch each.
 A reduction returns a 0-d tensor, and nothing of the tensor's size is allocated, with two exceptions: the moments of half precision,
 which `torch.var_mean` would round to half precision, and exact counts of elements that are not finite.
 Data that need float64 are recognised on the host, see `ImpreciseRows`.
-
-The measurements of a step on a device, on their way to the host.
+`DeviceRows` holds the measurements of a step on their way to the host.
 """
 
 import math
@@ -18,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ikkuna.numerics.statistics.device import operators
 from ikkuna.numerics.statistics.device.buffers import CountBuffer, ImpreciseRows, KernelRows
 from ikkuna.numerics.statistics.device.exact import ExactRow
 from ikkuna.numerics.statistics.device.triton_launcher import TritonKernels
@@ -259,7 +257,7 @@ class DeviceRows:
             found.setdefault(exact.row, []).append(values)
         results = {dtype: iter(array.tolist()) for dtype, array in arrays.items() if isinstance(dtype, torch.dtype)}
         for row, n, fields, reductions in self._reduced:
-            values = operators.decode([next(results[x.dtype]) for x in reductions], n, fields)
+            values = decode([next(results[x.dtype]) for x in reductions], n, fields)
             self._imprecise.note(row, values, fields, is_exact=False)
             found.setdefault(row, []).append(values)
         with np.errstate(all="ignore"):
