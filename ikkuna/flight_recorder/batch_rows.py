@@ -11,13 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ikkuna.numerics.bits import HASHED, mixed, row_bit_sums, row_words
 from ikkuna.support.torch_internals import pytree
 from ikkuna.support.undisturbed import gradients, switched
 
-HASHED = 1024
-"""The largest number of elements of a row that a hash reads; they are evenly spaced."""
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_ONCE = 1 << 20  # elements
 
 
@@ -38,24 +35,10 @@ def row_hashes(rows: Tensor) -> NDArray[np.uint64]:
     >>> a == c, a == b
     (True, False)
     """
-    rows = rows.detach()
-    rows = torch.view_as_real(rows.resolve_conj()) if rows.is_complex() else rows
-    flat = rows.resolve_neg().reshape(len(rows), -1) if rows.numel() else rows.new_zeros((len(rows), 0))
-    size = flat.shape[1]
-    chosen = torch.arange(min(size, HASHED), device=flat.device) * size // max(min(size, HASHED), 1)
-    weights = _mixed(np.arange(1, len(chosen) + 1, dtype=np.uint64)) | np.uint64(1)
-    found = [np.zeros(0, np.uint64)]
-    for piece in flat.split(max(_AT_ONCE // max(len(chosen), 1), 1)):
-        bits = piece[:, chosen].contiguous().view(_INTEGERS[flat.itemsize]).cpu().numpy().astype(np.uint64)
-        found.append(_mixed((bits * weights).sum(1, dtype=np.uint64) + np.uint64(size)))
+    size, found = np.uint64(rows[:1].numel()), [np.zeros(0, np.uint64)]
+    for piece in rows.split(max(_AT_ONCE // max(min(int(size), HASHED), 1), 1)):
+        found.append(mixed(row_bit_sums(row_words(piece)).cpu().numpy().view(np.uint64) + size))
     return np.concatenate(found)
-
-
-def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the finaliser of SplitMix64, a bijection (Steele, Lea and Flood 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def item_hashes(item: Any) -> set[int]:

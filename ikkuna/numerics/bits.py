@@ -1,16 +1,23 @@
-"""A sum over the bits of a tensor that changes with each of them, and with their order."""
+"""Sums over the bits of a tensor, or of each of its rows, that change with each of them and with their order."""
 
 from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ikkuna.numerics.elements import on_device
 from ikkuna.numerics.statistics.native.kernels import library
 
 BASE = 6364136223846793005
 """The base of the weights: odd, and 5 modulo 8."""
 
+HASHED = 1024
+"""The largest number of elements of a row that a hash reads; they are evenly spaced."""
+
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_WHOLE = {**_WORDS, 1: torch.uint8, 8: torch.int64}
 _CHUNK = 1 << 20  # words, which bounds the temporary memory to 8 MiB
 
 
@@ -90,3 +97,68 @@ def _powers(device: torch.device) -> Tensor:
 
 def _signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the finaliser of SplitMix64, a bijection (Steele, Lea and Flood 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def row_words(rows: Tensor) -> Tensor:
+    """Return the bits of up to 1,024 evenly spaced elements of each row: ``(rows, elements)``, int64, on their device.
+
+    Examples
+    --------
+    >>> row_words(torch.tensor([[0.0, 1.0], [1.0, 0.0]])).tolist()
+    [[0, 1065353216], [1065353216, 0]]
+    """
+    rows = rows.detach()
+    rows = torch.view_as_real(rows.resolve_conj()) if rows.is_complex() else rows
+    flat = rows.resolve_neg().reshape(len(rows), -1) if rows.numel() else rows.new_zeros((len(rows), 0))
+    if (size := flat.shape[1]) > HASHED:
+        flat = flat[:, torch.arange(HASHED, device=flat.device) * size // HASHED]
+    return flat.contiguous().view(_WHOLE[flat.element_size()]).long()
+
+
+def row_bit_sums(words: Tensor) -> Tensor:
+    r"""Return :math:`\sum_j w_j b_{ij} \bmod 2^{64}` for each row :math:`i` of `row_words`, with fixed odd weights :math:`w_j`.
+
+    Rows with equal sums have equal bits, but for a probability of about :math:`2^{-64}` a pair.
+
+    Examples
+    --------
+    >>> a, b, c = row_bit_sums(row_words(torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0]]))).tolist()
+    >>> a == c, a == b
+    (True, False)
+    """
+    return (words * _weights_of_elements(words.device)[: words.shape[1]]).sum(1)
+
+
+@cache
+def _weights_of_elements(device: torch.device) -> Tensor:
+    weights = mixed(np.arange(1, HASHED + 1, dtype=np.uint64)) | np.uint64(1)
+    return on_device(torch.from_numpy(weights.view(np.int64)), device)
+
+
+def row_information(words: Tensor) -> Tensor:
+    r"""Return the information in a row whose elements are independent, :math:`-\sum_j \log_2 p_j` in bits.
+
+    :math:`p_j` is the share of pairs of rows that agree in element :math:`j`: of successive rows, or of those a third of all rows apart,
+    whichever is smaller, so that rows which come twice do not count.
+    Two rows are equal by chance with a probability of 2 to minus this.
+    A share of 0 counts as half a pair.  The information is 0 for less than 2 rows.
+
+    Examples
+    --------
+    >>> row_information(torch.tensor([[0, 5, 1], [0, 5, 2], [0, 6, 3]]))
+    tensor(3., dtype=torch.float64)
+    """
+    if (count := len(words)) < 2:
+        return torch.zeros((), dtype=torch.float64, device=words.device)
+    shares = [(words[apart:] == words[:-apart]).double().mean(0) for apart in (1, max(count // 3, 1))]
+    return -torch.minimum(*shares).clamp(min=0.5 / (count - 1)).log2().sum()

@@ -22,7 +22,8 @@ class Validation:
 
     A loss belongs to it if it is computed without gradients, after a forward of an evaluation, see `LoopEvents.is_evaluating`.
     The evaluations between two steps are one pass, and so are those inside a step, because the weights are the same in all of them.
-    Nothing but the arguments and results of the loss is recorded: an open step and the hooks of modules stay as they are.
+    The inputs of the model are recorded as well, if the last evaluation is at least 10 steps ago.
+    Nothing else is: an open step and the hooks of modules stay as they are.
     The values are those of this rank, because others may not evaluate.
 
     Parameters
@@ -43,10 +44,10 @@ class Validation:
         self._recorder = recorder
         self._is_settled = False
 
-    def recorder(self) -> Recorder:
-        """Return the recorder of the pass, which begins if it has not."""
+    def recorder(self, loss: bool = True) -> Recorder:
+        """Return the recorder of the pass, which begins if it has not; `loss` is whether it records one."""
+        self._is_settled = self._is_settled or loss
         if self._recorder.rows is None:
-            self._is_settled = True
             self._recorder.open(*self._planned())
         return self._recorder
 

@@ -297,11 +297,8 @@ ROWS = {  # rule → the series of a run with the mistake, and of a healthy run 
         classification(label_mean=random_labels),
     ),
     "repeated_batch": (
-        constant(input_data_mean=0.1, input_data_variance=1.0),
-        {
-            ("input_data_mean", None): lambda step: every(step, 10, 0.1 * NOISE[step]),
-            ("input_data_variance", None): sampled([1.0]),
-        },
+        constant(input_batch_age=10.0, input_batch_repeats=7.0),
+        constant(input_batch_age=10.0, input_batch_repeats=0.0),  # an epoch of ten batches
     ),
     "ignores_input": (classification(output_dependence=1e-6), classification(output_dependence=0.01)),
     "class_collapse": (
@@ -344,10 +341,33 @@ ROWS = {  # rule → the series of a run with the mistake, and of a healthy run 
         {("loss", None): at_a_guess},
         {("loss", None): falling},
     ),
+    "contradicting_labels": (
+        constant(input_rows_contradicted=0.6),
+        {("input_rows_contradicted", None): sampled([1.0, 0.0])},
+    ),
+    "batch_twice": (
+        classification(input_batch_repeats=4.0, input_batch_age=0.0),
+        classification(input_batch_repeats=30.0, input_batch_age=10.0),  # all data in each step
+    ),
+    "same_order": (constant(input_batch_age=120.0), constant(input_batch_age=10.0)),
 }
+OTHER_UNITS = {"input_rows_mean": 0.13, "input_rows_deviation": 0.3}
+AS_IN_TRAINING = {"input_rows_mean": -0.2, "input_rows_deviation": 1.3}
 HELD_OUT = {
     "overfit": (
-        lambda step: every(step, 20, 0.3 + 0.002 * step if step > 60 else 2 - step / 40),
-        lambda step: every(step, 20, max(0.3, 2 - step / 40)),
-    )
+        {("loss", None): falling},
+        {"loss": lambda step: every(step, 20, 0.3 + 0.002 * step if step > 60 else 2 - step / 40)},
+        {"loss": lambda step: every(step, 20, max(0.3, 2 - step / 40))},
+    ),
+    "training_rows_evaluated": (
+        constant(input_rows_known=1.0),
+        {"input_rows_known": lambda step: every(step, 20, 0.2)},
+        {"input_rows_known": lambda step: every(step, 20, 0.02)},
+    ),
+    "evaluation_inputs": (
+        constant(input_rows_mean=0.0, input_rows_deviation=1.0),
+        {key: lambda step, at=at: every(step, 20, at) for key, at in OTHER_UNITS.items()},
+        {key: lambda step, at=at: every(step, 20, at) for key, at in AS_IN_TRAINING.items()},
+    ),
 }
+"""Series of the training, and of held-out data with the mistake and without it."""

@@ -6,7 +6,7 @@ import pytest
 
 from ikkuna.diagnosis import Judge, Network, get_rules
 from ikkuna.store.values import ModuleEntry
-from tests.diagnosis.rows import HELD_OUT, LAYERS, NETWORK, ROWS, classification, falling, layers, sampled
+from tests.diagnosis.rows import HELD_OUT, LAYERS, NETWORK, ROWS, classification, layers, sampled
 
 
 def findings(rule, series, steps=400, held_out=None):
@@ -16,9 +16,10 @@ def findings(rule, series, steps=400, held_out=None):
             if (number := value(step)) is not None:
                 judge.add(kind, name, step, number)
         judge.finish_step(step)
-        if held_out is not None and (number := held_out(step)) is not None:
-            judge.add("loss", None, step, number, "testing")
-            judge.finish_step(step)
+        for kind, value in (held_out or {}).items():
+            if (number := value(step)) is not None:
+                judge.add(kind, None, step, number, "testing")
+        judge.finish_step(step)
     return judge.findings
 
 
@@ -115,8 +116,7 @@ def test_a_loss_of_0_since_the_first_step_is_said():
 
 @pytest.mark.parametrize("name", HELD_OUT)
 def test_a_rule_compares_training_with_held_out_data(name):
-    worse, better = HELD_OUT[name]
-    series = {("loss", None): falling}
+    series, worse, better = HELD_OUT[name]
     assert [finding.rule for finding in findings(rule_named(name), series, held_out=worse)] == [name]
     assert not findings(rule_named(name), series, held_out=better)
 

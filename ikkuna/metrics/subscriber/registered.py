@@ -88,7 +88,7 @@ class Registered:
         self.finishes = type(subscriber).finish is not Subscriber.finish or "finish" in vars(subscriber)
         asked = self.subscription
         self.rhythm: tuple[Any, ...] = (
-            (asked.tag, asked.subsample, asked.start, asked.stop, asked.thinning, self.needs_no_forward)
+            (asked.tag, asked.subsample, asked.start, asked.stop, asked.first, asked.thinning, self.needs_no_forward)
             if asked.schedule is None
             else (id(self),)
         )
@@ -128,7 +128,7 @@ class Registered:
 
     @property
     def distance(self) -> int:
-        """A number of which every sampled training step is a multiple."""
+        """A number of which every sampled training step is a multiple, from step ``first`` on."""
         return 1 if self._sampling.is_changed else self.subscription.subsample
 
     @property

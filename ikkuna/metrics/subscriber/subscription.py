@@ -123,6 +123,8 @@ class Subscription:
         A glob such as ``"features.*"``, a compiled regex, a function of the name, or a list of globs and regexes.
     start, stop : int
         Sample only steps from `start` on and before `stop`; events of epochs only of these epochs.
+    first : int
+        All steps before this one are sampled too.
     schedule : callable, optional
         A pure function of the step, such as ``ikkuna.schedules.logarithmic()``, that returns whether it is sampled;
         the step must also satisfy the other conditions.  It is called in each process, and must return the same in all of them.
@@ -152,6 +154,7 @@ class Subscription:
     modules: ModulePattern
     start: int
     stop: int | None
+    first: int
     schedule: Schedule | None
     matches: Callable[[str], bool]
     thinning: tuple[int, int]
@@ -166,6 +169,7 @@ class Subscription:
         start: int = 0,
         stop: int | None = None,
         schedule: Schedule | None = None,
+        first: int = 0,
     ) -> None:
         if not isinstance(subsample, int) or isinstance(subsample, bool) or subsample < 1:
             raise ConfigError(f"subsample must be an int >= 1, got {subsample!r}")
@@ -178,7 +182,7 @@ class Subscription:
         if self.is_joined and len(names) < 2:
             raise ConfigError(f"join=True needs at least 2 kinds, got 1: {names[0]!r}")
         values: dict[str, Any] = {"kinds": names, "tag": tag, "subsample": subsample, "modules": modules}
-        values |= {"start": start, "stop": stop, "schedule": schedule, "thinning": (0, 1)}
+        values |= {"start": start, "stop": stop, "first": first, "schedule": schedule, "thinning": (0, 1)}
         for name, value in (values | {"matches": _matcher(modules)}).items():
             object.__setattr__(self, name, value)
 
@@ -208,7 +212,7 @@ class Subscription:
         if stamp.pass_name != TRAINING:
             return True
         begin, factor = self.thinning
-        return step % (self.subsample if step < begin else self.subsample * factor) == 0
+        return step < self.first or step % (self.subsample if step < begin else self.subsample * factor) == 0
 
     def thinned(self, begin: int, factor: int) -> Self:
         """Return a subscription that takes only every `factor`-th sample from step `begin` on.
@@ -239,8 +243,8 @@ class Subscription:
         return samples(stamp)
 
     def sampled(self, **changes: Any) -> Self:
-        """Return the same subscription with another `subsample`, `start`, `stop` or `schedule`."""
-        known = {name: getattr(self, name) for name in ("subsample", "start", "stop", "schedule")}
+        """Return the same subscription with another `subsample`, `start`, `stop`, `first` or `schedule`."""
+        known = {name: getattr(self, name) for name in ("subsample", "start", "stop", "first", "schedule")}
         return type(self)(self.kinds, self.tag, modules=self.modules, **(known | changes))
 
 

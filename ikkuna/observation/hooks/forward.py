@@ -107,8 +107,17 @@ class ForwardHooks:
             self._record_all("input_data", (args, kwargs) if kwargs else args, forward)
             if context.observer is not None and tracker.pass_name == TRAINING:
                 context.observer.model_called(args, kwargs)
+        elif calls == [None] and context.events.is_apart and tracker.pass_name == TRAINING:
+            self._record_evaluated(args, kwargs)
         if calls and calls[0] is not None:
             context.native.permit_outputs(context.recorder, calls[0])
+
+    def _record_evaluated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the inputs of a forward of an evaluation in the training loop."""
+        recorder = self._loss.validation(False)
+        if recorder.wants(site := self.context.sites("input_data")):
+            for path, tensor in leaves((args, kwargs) if kwargs else args):
+                recorder.receive(site, tensor, path)
 
     def forward_begins(
         self, thread: int, training: bool, gradients: bool, depth: int | None = None, is_compiled: bool = False

@@ -209,7 +209,7 @@ class LossHooks:
     preflight : RecordedPreflight, optional
         Receives the first call of the loss module with a gradient, if that is in step 0.
     validation : callable
-        Returns the recorder of evaluations in the training loop.
+        Returns the recorder of evaluations in the training loop; called with whether a loss is recorded.
     arm : callable
         Registers hooks on tensors that report a backward as one through a forward.
     """
@@ -219,7 +219,7 @@ class LossHooks:
         self.has_loss = self.has_labels = self.is_shared = False
         self._others, self._walks = weakref.WeakSet[Optimizer](), 0
         self.preflight: RecordedPreflight | None = None
-        self.validation: Callable[[], Recorder] = lambda: context.recorder
+        self.validation: Callable[[bool], Recorder] = lambda loss: context.recorder
         self._was_called = self._is_unowned = self._knows_labels = False
         self._numbers: dict[int, int] = {}
         self._owned: list[set[int]] = []
@@ -277,7 +277,7 @@ class LossHooks:
             function = module.function if isinstance(module, LossFunction) else module
             self._check(lambda checks: checks.record(function, (*args, *kwargs.values()), output))
         if self._is_evaluated(output):
-            self._record_call(module, (*args, *kwargs.values()), output, 0, self.validation())
+            self._record_call(module, (*args, *kwargs.values()), output, 0, self.validation(True))
             return
         if self.has_loss and context.recorder.rows is None and context.observer is None:
             return
@@ -355,7 +355,7 @@ class LossHooks:
         is_evaluated = forward is None and self._is_evaluated(loss)
         if forward is None and not is_evaluated:
             return
-        recorder, part = (context.recorder, forward.part) if forward is not None else (self.validation(), 0)
+        recorder, part = (context.recorder, forward.part) if forward is not None else (self.validation(True), 0)
         plan, is_training = recorder.plan, context.tracker.pass_name == TRAINING and not is_evaluated
         if not (plan.together or plan.kinds & {"loss", "input_labels"}):
             return

@@ -279,10 +279,12 @@ class Demand:
         self._known: tuple[Registered, ...] = ()
         self._results: frozenset[str] = frozenset()
         self._last: tuple[Stamp, Plan] | None = None
-        self._distance = 0
+        self._distance = self._first = 0
 
     def steps_until_sample(self, step: int) -> float:
         """Return the least number of training steps from `step` on before one of which a subscriber may need more than the loss."""
+        if step < self._first:
+            return 0
         return min((-step % s.distance_of_more for s in self._known if not s.disabled), default=math.inf)
 
     def plan(self, subscriptions: Iterable[Registered], stamp: Stamp) -> Plan:
@@ -292,12 +294,18 @@ class Demand:
             self._known, self._plans, self._last = subscriptions, {}, None
             self._results = frozenset(kind for s in subscriptions for kind in s.subscriber.publishes)
             self._distance = math.gcd(*(s.distance for s in subscriptions))
+            self._first = max((s.subscription.first for s in subscriptions), default=0)
         if (
             self._last is not None and self._last[0] == stamp and self._last[0].completes == stamp.completes
         ):  # a step is planned when the one before ends, and when it begins
             return self._last[1]
         steps = stamp.global_step, *(map(attrgetter("global_step"), stamp.completes))
-        is_between = stamp.pass_name == TRAINING and self._distance and all(map(self._distance.__rmod__, steps))
+        is_between = (
+            stamp.pass_name == TRAINING
+            and min(steps) >= self._first
+            and self._distance
+            and all(map(self._distance.__rmod__, steps))
+        )
         if is_between and subscriptions and stamp.global_step in subscriptions[0].extra_steps:
             is_between = False
         sampling = () if is_between else _sampling(subscriptions, stamp)

@@ -184,6 +184,11 @@ class LoopEvents:
         self._last = step
 
     @property
+    def is_apart(self) -> bool:
+        """Whether the last forward was of an evaluation, and the one before it is at least 10 steps ago."""
+        return self._is_apart and self.is_evaluating
+
+    @property
     def is_evaluating(self) -> bool:
         """Whether the last forward was of an evaluation: without gradients, and in evaluation mode or in a pass that is apart."""
         return self._forwards > 0 and (False in self._modes or self._is_apart)

@@ -105,8 +105,9 @@ def picture(name: str) -> str:
 def series_of(name: str) -> tuple[Points, Points, str]:
     """Return the points of the series that differs between both runs, and its name."""
     if name in HELD_OUT:
-        worse, better = HELD_OUT[name]
-        return _sampled(worse), _sampled(better), "loss on held-out data"
+        _, worse, better = HELD_OUT[name]
+        kind = next(iter(worse))
+        return _sampled(worse[kind]), _sampled(better[kind]), f"{kind} on held-out data"
     planted, healthy = ROWS[name]
     for key in (*planted, *healthy):
         runs = [_sampled(rows[key]) if key in rows else [] for rows in (planted, healthy)]

@@ -1,10 +1,8 @@
 """Rules about inputs, labels and predictions."""
 
 from collections.abc import Iterator
-from itertools import pairwise
 
-from ikkuna.diagnosis import History, Rule, Score, TimeSeries
-from ikkuna.diagnosis.history import middle
+from ikkuna.diagnosis import History, Rule, Score
 from ikkuna.diagnosis.mistakes import IGNORES_INPUT, INPUT_SCALE, SIGMOID_TWICE, SOFTMAX_TWICE
 from ikkuna_subscribers.rules.figures import guessing_loss, sources, stays_below
 
@@ -14,7 +12,6 @@ __all__ = [
     "InputScaleRule",
     "NotShuffledRule",
     "OneLabelRule",
-    "RepeatedBatchRule",
     "SigmoidTwiceRule",
     "SoftmaxTwiceRule",
 ]
@@ -185,43 +182,6 @@ class OneLabelRule(Rule):
         mean, variance, count = (history.now(kind) for kind in (*self.needs,))
         if mean is not None and variance is not None and count is not None and count.last >= 4:
             yield Score(float(variance.last == 0 and mean.last == mean.first[0]), mean.last)
-
-
-class RepeatedBatchRule(Rule):
-    """The inputs of every sampled step are the same.
-
-    Training on one batch, or on all data in every step, does this on purpose; the finding is therefore only an info.
-    Threshold: mean and variance of the inputs are equal to the last bit, for 5 samples in a row, and the change of the loss from one step
-    to the next differs from the change before by less than half of it; medians over 40 steps.  If the distance of two samples is a
-    multiple of the epoch, or if another input than the first one differs, the loss is not so smooth.
-    Cannot see: a batch that is repeated with noise; a loss with dropout.
-    """
-
-    name = "repeated_batch"
-    severity_while_falling = "warning"
-    needs = sources("input_data_mean", "input_data_variance")
-    uses = sources("loss")
-    judged_on = frozenset(needs)
-    severity = "info"
-    patience = 5
-    meaning = "Every sampled step has the same inputs, and the loss changes as on a single batch: this is one batch, or all data."
-    advice = "check the sampler and the data loader, unless every step is meant to have all data"
-
-    def scores(self, history: History) -> Iterator[Score]:
-        """Yield 1 if the inputs are those of the sample before."""
-        mean, variance = history.now("input_data_mean"), history.now("input_data_variance")
-        if mean is not None and variance is not None and mean.count > 1 and len(variance.values) > 1:
-            same = mean.values[-2] == mean.last and variance.values[-2] == variance.last and variance.last > 0
-            yield Score(float(same and not _varies(history.curve("loss"))), mean.last)
-
-
-def _varies(loss: TimeSeries | None) -> bool:
-    """Return whether the change of the loss differs from step to step as much as between batches; false if it is unknown."""
-    if loss is None or loss.count < 12:
-        return False
-    changes = [b - a for a, b in pairwise(loss.tail(40))]
-    differences = middle([abs(b - a) for a, b in pairwise(changes)])
-    return differences > 0.5 * middle([abs(change) for change in changes])
 
 
 class SigmoidTwiceRule(Rule, mistake=SIGMOID_TWICE):

@@ -1,0 +1,162 @@
+"""Rows of the inputs: which are equal, which of them have other labels, and how those of evaluations differ."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ikkuna.export.messages import NetworkMessage, Stamp
+from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
+from ikkuna.metrics.messages.stamp import TRAINING
+from ikkuna.numerics.bits import mixed, row_bit_sums, row_information, row_words
+
+__all__ = ["InputRowsSubscriber"]
+
+_ROWS = 64
+_INFORMATION = 30.0  # bits
+_KEPT = 1 << 14  # rows, and a sixteenth of it batches
+
+
+class InputRowsSubscriber(PlotSubscriber):
+    """Which rows of the inputs are equal to others, to the last bit, and which of these have different labels.
+
+    Takes ``input_data`` and ``input_labels`` of all passes.  Up to 64 evenly spaced rows of a batch are hashed, see
+    `ikkuna.numerics.bits.row_words`, and up to 16,384 hashes of rows of the training are kept.  Publishes
+
+    * ``input_rows_contradicted``: the share with another label among the rows that equal another row of the batch;
+      labels are classes, one for each row, or zeros and ones; labels that are the same in each batch are left out
+    * ``input_rows_known``: the share of the rows that earlier samples of the training have had
+    * ``input_batch_age``: how many steps ago the last sample had the same rows in the same order; 0 if there was none
+    * ``input_batch_repeats``: the number of samples so far whose batch was that of the step before
+    * ``input_rows_mean`` and ``input_rows_deviation``: of the elements of the hashed rows of the first input, if these are fractions
+
+    The first two need rows that are not equal by chance, of at least 30 bits, see `ikkuna.numerics.bits.row_information`.
+    Of micro-batches, of ranks, and of the batches of another pass the last one counts.
+
+    Look for: known rows in an evaluation pass, and rows with two labels.
+
+    Parameters
+    ----------
+    first : int
+        The number of steps at the beginning that are all sampled, so that a batch that comes several times in a row is seen.
+    **options : Any
+        See `Subscriber`.
+
+    Examples
+    --------
+    >>> InputRowsSubscriber().publishes[:2]
+    ('input_rows_contradicted', 'input_rows_known')
+    """
+
+    quantity = (
+        Quantity(low=0.0, high=1.0, scale="share", zero="good", larger="bad"),
+        Quantity(low=0.0, high=1.0, scale="share"),
+        *(Quantity("steps", low=0.0), Quantity("samples", low=0.0)),
+        *(Quantity(scale="signed"), Quantity(low=0.0)),
+    )
+    merge = "last"
+    state = ("_rows", "_batches", "_labels", "_repeats")
+
+    def __init__(self, *, first: int = 8, **options: Any) -> None:
+        rows, batches = ("contradicted", "known"), ("input_batch_age", "input_batch_repeats")
+        name_results(
+            options, *(f"input_rows_{each}" for each in rows), *batches, "input_rows_mean", "input_rows_deviation"
+        )
+        options.setdefault("tag", None)
+        super().__init__(["input_data", "input_labels"], **options)
+        self.subscription = self.subscription.sampled(first=first)
+        self._rows: dict[int, int] = {}
+        self._batches: dict[int, int] = {}
+        self._labels = self._repeats = 0
+        self._received: dict[str, list[NDArray[np.float64]]] = {}
+
+    def measure(self, message: NetworkMessage) -> Tensor | None:
+        """Return the sums of the bits of the rows in two halves, and four figures of the batch."""
+        x = message.data
+        if not x.ndim or not x.numel():
+            return None
+        rows, is_input = x[:: -(-len(x) // _ROWS)], message.kind == "input_data"
+        words = row_words(rows)
+        sums = row_bit_sums(words)
+        table = torch.full((_ROWS + 2, 2), math.nan, dtype=torch.float64, device=x.device)
+        table[: len(rows)] = torch.stack((sums >> 32, sums & 0xFFFFFFFF), 1).double()
+        if is_input:
+            table[_ROWS, 0] = row_information(words)
+        elif x.is_floating_point():
+            table[_ROWS, 0] = ((rows == 0) | (rows == 1)).all()
+        else:
+            table[_ROWS, 0] = x.numel() == len(x)
+        table[_ROWS, 1] = len(x)
+        if is_input and x.is_floating_point():
+            table[_ROWS + 1] = torch.stack(torch.std_mean(rows.double(), correction=0)).flip(0)
+        return table
+
+    def compute(self, message: NetworkMessage) -> None:
+        """Keep what was measured until the step or pass ends."""
+        self._received.setdefault(message.kind, []).append(np.asarray(message.data, np.float64))
+
+    def finish(self, stamp: Stamp) -> None:
+        """Emit the figures of the step or pass."""
+        received, self._received = self._received, {}
+        inputs, labels = received.get("input_data", []), received.get("input_labels", [])
+        if not inputs:
+            return
+        message, is_training = NetworkMessage(stamp, "input_data"), stamp.pass_name == TRAINING
+        contradicted, known, age, repeats, mean, deviation = self.publishes
+        if is_training:
+            batch, step = hash(tuple(hash(table.tobytes()) for table in inputs)), stamp.global_step
+            passed = step - self._batches.pop(batch, step)
+            self._repeats += passed == 1
+            self.emit(message, passed, age)
+            self.emit(message, self._repeats, repeats)
+            _keep(self._batches, [batch], step, _KEPT >> 4)
+        has_rows = len({table[_ROWS, 1] for table in inputs}) == 1  # inputs of different lengths have no common ones
+        if has_rows and sum(table[_ROWS, 0] for table in inputs) >= _INFORMATION:
+            hashes = _hashes(inputs)
+            self.emit(message, sum(each in self._rows for each in hashes) / len(hashes), known)
+            if is_training:
+                if (share := self._contradicted(hashes, labels)) is not None:
+                    self.emit(message, share, contradicted)
+                _keep(self._rows, hashes, 1, _KEPT)
+        if not math.isnan(inputs[0][_ROWS + 1, 0]):
+            self.emit(message, inputs[0][_ROWS + 1, 0], mean)
+            self.emit(message, inputs[0][_ROWS + 1, 1], deviation)
+
+    def abandon(self, stamp: Stamp) -> None:
+        """Forget what was received of a step."""
+        self._received = {}
+
+    def _contradicted(self, hashes: list[int], tables: list[NDArray[np.float64]]) -> float | None:
+        """Return the share of rows with another label among those with an equal row; ``None`` without such rows."""
+        if len(tables) != 1 or tables[0][_ROWS, 0] != 1 or len(labels := _hashes(tables)) != len(hashes):
+            return None
+        before, self._labels = self._labels, hash(tuple(labels))
+        if before == self._labels:  # they number the rows of the batch, as in contrastive learning
+            return None
+        of_row: dict[int, set[int]] = {}
+        for row, label in zip(hashes, labels, strict=True):
+            of_row.setdefault(row, set()).add(label)
+        twice = [row for row, count in Counter(hashes).items() for _ in range(count) if count > 1]
+        return sum(len(of_row[row]) > 1 for row in twice) / len(twice) if twice else None
+
+
+def _hashes(tables: Sequence[NDArray[np.float64]]) -> list[int]:
+    """Return the hashes of the rows of tensors that have common rows."""
+    count = int(np.isfinite(tables[0][:_ROWS, 0]).sum())
+    total = np.zeros(count, np.uint64)
+    for table in tables:
+        high, low = table[:count].astype(np.int64).T
+        total = mixed(total + (high * (1 << 32) + low).view(np.uint64))
+    return [int(each) for each in total]
+
+
+def _keep(known: dict[int, int], keys: Sequence[int], value: int, most: int) -> None:
+    """Add keys, and remove the oldest ones if there are more than `most`."""
+    known.update(dict.fromkeys(keys, value))
+    for key in list(known)[: len(known) - most] if len(known) > most else ():
+        del known[key]
