@@ -6,6 +6,9 @@ Without ``--log-dir`` it trains networks of 9, 83 and 803 modules in a temporary
 """
 
 import argparse
+import contextlib
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -24,7 +27,7 @@ import ikkuna
 from ikkuna.report import write_report
 from ikkuna.report.server import RunServer
 
-IMAGES = Path(__file__).parent / "source" / "images"
+IMAGES = Path(__file__).resolve().parent / "source" / "images"
 PORT = 6121
 PAGES = {  # file → page, size of the window, width of the picture, height that is cut off above
     "tensorboard_custom_scalars": (f"http://localhost:{PORT}/?darkMode=true#custom_scalars", (1300, 1000), 900, 0),
@@ -93,17 +96,18 @@ def shoot(page: str, path: Path, window: tuple[int, int], width: int, top: int, 
 
 
 def take(log_dir: Path) -> None:
-    """Write all screenshots of the runs in a directory."""
+    """Write all screenshots of the runs in a directory, whose pages name the directory alone."""
+    os.chdir(log_dir.parent)
+    log_dir = Path(log_dir.name)
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(log_dir), "--port", str(PORT)]
     server = subprocess.Popen([*command, "--load_fast=false"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         for _ in range(120):
-            try:
-                urllib.request.urlopen(f"http://localhost:{PORT}/data/runs").close()
-                break
-            except OSError:
-                time.sleep(0.5)
-        time.sleep(5)  # TensorBoard reads the runs
+            time.sleep(1.0)
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://localhost:{PORT}/data/runs") as answer:
+                if set(json.load(answer)) >= {run.name for run in log_dir.iterdir()}:
+                    break
+        time.sleep(10)  # TensorBoard reads the values
         with tempfile.TemporaryDirectory() as directory, RunServer(log_dir) as live:
             threading.Thread(target=live.serve_forever, daemon=True).start()
             for name, (page, window, width, top) in PAGES.items():
@@ -129,10 +133,11 @@ def main() -> None:
         return
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as directory:
-        train(small(), "modules10", Path(directory))
-        train(large(), "modules100", Path(directory))
-        train(large(200), "modules1000", Path(directory), steps=160, rate=0.001)
-        take(Path(directory))
+        log_dir = Path(directory, "run")
+        train(small(), "modules10", log_dir)
+        train(large(), "modules100", log_dir)
+        train(large(200), "modules1000", log_dir, steps=160, rate=0.001)
+        take(log_dir)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 import logging
 import os
+import shutil
 import sys
+import textwrap
 from typing import TextIO
 
 from ikkuna.printable import printable
@@ -43,7 +45,7 @@ def is_logging_configured() -> bool:
 def announce(
     text: str, level: int = logging.INFO, verbosity: int = 1, mark: str = "", styles: tuple[str, ...] = ()
 ) -> None:
-    """Log a line; without any configuration of logging, write it to the standard error stream.
+    """Log a line; without configuration of logging, write it to the standard error stream, wrapped in a terminal.
 
     The level WARNING of the logger ``"ikkuna"`` or of a handler silences a line of level INFO.
 
@@ -65,4 +67,12 @@ def announce(
     elif verbosity and sys.stderr is not None:
         with suppressed(BaseException):
             prefix = "" if text.startswith("ikkuna: ") else "ikkuna: "
-            sys.stderr.write(f"{prefix}{styled(sys.stderr, printable(mark), *styles)}{printable(text)}\n")
+            head, line = prefix + printable(mark), prefix + printable(mark) + printable(text)
+            if is_terminal(sys.stderr):
+                width = max(shutil.get_terminal_size().columns - 1, 40)
+                line = textwrap.fill(
+                    line, width, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False
+                )
+            if line.startswith(head):
+                line = f"{prefix}{styled(sys.stderr, printable(mark), *styles)}{line[len(head) :]}"
+            sys.stderr.write(f"{line}\n")

@@ -71,6 +71,19 @@ def test_findings_are_coloured_where_a_terminal_shows_it(tmp_path, printed):
     assert "ikkuna: \x1b[1;31merror\x1b[0m: dead_units" in {line[: line.find(" in relu3")] for line in coloured}
 
 
+def test_a_terminal_shows_lines_of_its_width():
+    reader, writer = os.openpty()
+    code = "from ikkuna.support.console import announce; announce(': ' + 'word ' * 60, mark='error', styles=('bold', 'red'))"
+    environment = {**os.environ, "COLUMNS": "60", "TERM": "xterm", "NO_COLOR": ""}
+    subprocess.run([sys.executable, "-c", code], check=True, stderr=writer, env=environment)
+    os.close(writer)
+    lines = os.read(reader, 10_000).decode().splitlines()
+    os.close(reader)
+    assert lines[0].startswith("ikkuna: \x1b[1;31merror\x1b[0m: word")
+    assert len(lines) > 4
+    assert all(line.startswith(" " * 8) and len(line) <= 60 for line in lines[1:])
+
+
 def test_with_verbosity_0_nothing_is_printed(tmp_path):
     assert lines_of(tmp_path, "verbosity=0") == []
 

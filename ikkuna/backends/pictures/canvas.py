@@ -105,7 +105,7 @@ COLOURS = 240
 """The number of colours of values; the numbers of the special colours follow."""
 ZERO, NONFINITE, MISSING = COLOURS, COLOURS + 1, COLOURS + 2
 _SPECIAL = ((255, 154, 213), (227, 0, 43), (168, 168, 168))
-_HEALTHY_ZERO = (206, 228, 210)  # where a zero is good
+_HEALTHY_ZERO = (140, 178, 152)  # where a zero is good; calm on a light and on a dark page
 _SEQUENTIAL = (
     *((68, 1, 84), (72, 40, 120), (62, 74, 137), (49, 104, 142), (38, 130, 142)),
     *((31, 158, 137), (53, 183, 121), (109, 205, 89), (180, 222, 44), (253, 231, 37)),

@@ -473,8 +473,8 @@ class UntrainedParameters:
         self._waiting = {key: named for key, named in self._waiting.items() if key not in found}
         if found:
             log.warning(
-                "these trainable parameters had no gradient in %d steps: %s; the loss does not depend on them, because their module "
-                "is not called, or its output is not used or is detached",
+                "these trainable parameters had no gradient in %d steps: %s; gradients are cleared before the step, or the loss does not "
+                "depend on them, because their module is not called, or its output is not used or is detached",
                 self._steps,
                 _joined_names(found.values()),
             )
