@@ -42,10 +42,12 @@ class SpikeScore:
     that of one sample after all are fitted, is no spike.
     The factor :math:`w` widens the unit if the noise has a heavy tail, as the loss of single samples, of a game or of a reward has:
 
-    .. math:: w = \max\left(1, \; \left(\frac{q}{2.2 \, (1 + 4 / \sqrt n)}\right)^3, \; \frac{\min(r, 25)}{4} \right)
+    .. math:: w = \max\left(1, \; \min\left(\left(\frac{q}{2.2 \, (1 + 4 / \sqrt n)}\right)^3, p\right), \;
+        \frac{\min(r, 25)}{4} \right)
 
     where one in 32 of the last :math:`n \leq 512` values of :math:`w u s / v` is larger than :math:`q`, which is 2.2 for normal noise,
-    and :math:`r` is the third largest of them: what happens again and again is usual, unless it is very large.
+    :math:`p` is the largest of them, so that the cube of two large values does not hide one that is far above both,
+    and :math:`r` is the third largest: what happens again and again is usual, unless it is very large.
     Here :math:`v = \max(\mathrm{median}_i |r_i - c|, M / 2000)` is a unit that a heavy tail does not widen.
     Median, unit and factor are computed again after every 16 values, so most values cost one comparison with `threshold`.
 
@@ -157,7 +159,7 @@ def _width(distances: NDArray[np.float64]) -> float:
     rank = count - 1 - count // _RARE
     part = np.partition(distances, (rank, count - 3))
     heavy = max(part[rank] / (_NORMAL * (1 + 4 / math.sqrt(count))), 0.0) ** 3
-    return float(max(1.0, heavy, min(part[count - 3], 25.0) / 4))
+    return float(max(1.0, min(heavy, part[-3:].max()), min(part[count - 3], 25.0) / 4))
 
 
 def spike_scores(values: Iterable[Any]) -> NDArray[np.float64]:

@@ -47,7 +47,7 @@ def reference(values):
         width = 1.0
         if known:
             rare = known[len(known) // 32] / (2.2 * (1 + 4 / math.sqrt(len(known))))
-            width = max(1.0, rare**3 if rare > 0 else 0.0, min(known[2], 25.0) / 4)
+            width = max(1.0, min(rare**3, known[0]) if rare > 0 else 0.0, min(known[2], 25.0) / 4)
         scale = width * max(48 / begin, 1) * unit
         for i in range(begin, min(begin + 16, len(x))):
             distance = min(x[i] - middle, 1.5 * (x[i] - x[i - 4 : i].max()))
@@ -170,6 +170,14 @@ def test_constant_and_undefined_values(before, value, expected):
     for each in before:
         score.add(each)
     assert score.of(value) == pytest.approx(expected, nan_ok=True)
+
+
+def test_two_early_spikes_do_not_hide_one_that_is_twenty_times_as_far():
+    values = [1 + 0.01 * (i * 7 % 10) + 0.6 * (i in (20, 38)) for i in range(48)]
+    score = SpikeScore()
+    for value in values:
+        score.add(value)
+    assert score.of(1.7) < 1 < LIMIT < score.of(1 + 20 * 0.6)
 
 
 def test_a_new_level_is_a_spike_once_and_then_usual():
