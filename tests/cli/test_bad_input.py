@@ -87,7 +87,7 @@ def log_directory(path):
 NO_RUN = {
     "missing": (lambda path: path / "missing", "does not exist"),
     "empty": (lambda path: path, "neither an event file nor a file of JSON lines"),
-    "a log directory": (log_directory, "it contains the run"),
+    "a log directory": (log_directory, "run0007' has no value"),
     "an empty file": (lambda path: written(path, b""), "holds no value"),
     "another format": (lambda path: written(path, b"GIF89a" * 100), "holds no value"),
     "zeros": (lambda path: written(path, bytes(4096)), "holds no value"),
