@@ -179,6 +179,10 @@ TABLE = {
     "epochs": ("a bwd:a 1 epoch epoch b bwd:b 1 epoch", "open0 0=a epoch0 open1 1=b epoch1"),
     "an epoch of parts alone has not begun": ("part:a epoch", ""),
     "an epoch of parts and a root has begun": ("part:a b epoch", "open0 epoch0"),
+    "the first step does not say how later ones train": (
+        "a bwd:a 1 eval:b 1 eval:c bwd:c 1",
+        "open0 0=a open1 1= open2 2=c",
+    ),
     "close without a step": ("a bwd:a finish", "open0 abandon"),
     # the defects of the issue on the house, each with its mirror image
     "1: an interrupted forward": ("a( raise b bwd:b 1", "open0 0=b"),
