@@ -13,7 +13,7 @@ from torch import Tensor
 from ikkuna.export.messages import NetworkMessage, Stamp
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.metrics.messages.stamp import TRAINING
-from ikkuna.numerics.bits import mixed, row_bit_sums, row_information, row_words
+from ikkuna.numerics.bits import HASHED, mixed, row_bit_sums, row_information, row_words
 
 __all__ = ["InputRowsSubscriber"]
 
@@ -33,7 +33,7 @@ class InputRowsSubscriber(PlotSubscriber):
     * ``input_rows_known``: the share of the rows that earlier samples of the training have had
     * ``input_batch_age``: how many steps ago the last sample had the same rows in the same order; 0 if there was none
     * ``input_batch_repeats``: the number of samples so far whose batch was that of the step before
-    * ``input_rows_mean`` and ``input_rows_deviation``: of the elements of the hashed rows of the first input, if these are fractions
+    * ``input_rows_mean`` and ``input_rows_deviation``: of up to 1,024 elements of each row of the first input, if they are fractions
 
     The first two need rows that are not equal by chance, of at least 30 bits, see `ikkuna.numerics.bits.row_information`.
     Of micro-batches, of ranks, and of the batches of another pass the last one counts.
@@ -93,7 +93,9 @@ class InputRowsSubscriber(PlotSubscriber):
             table[_ROWS, 0] = x.numel() == len(x)
         table[_ROWS, 1] = len(x)
         if is_input and x.is_floating_point():
-            table[_ROWS + 1] = torch.stack(torch.std_mean(rows.double(), correction=0)).flip(0)
+            values = rows.reshape(len(rows), -1)
+            values = values[:, :: -(-values.shape[1] // HASHED)].double()  # all of them would cost more than the hashes
+            table[_ROWS + 1] = torch.stack(torch.std_mean(values, correction=0)).flip(0)
         return table
 
     def compute(self, message: NetworkMessage) -> None:
