@@ -1,11 +1,11 @@
 """The base class of ikkuna's hooks, which copies and pickles of modules leave out."""
 
 import copyreg
+import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -92,13 +92,13 @@ class Hook:
             try:
                 local.depth += 1
                 if local.depth == 1:
-                    local.since = perf_counter()
+                    local.since = time.perf_counter()
                 context.native.close()
                 self.function(owner, *self.bound, *args)
             finally:
                 local.depth -= 1
                 if not local.depth:
-                    stopwatch.spent += perf_counter() - local.since
+                    stopwatch.spent += time.perf_counter() - local.since
         except BaseException as error:
             context.handle(self.function.__name__, error)
 
