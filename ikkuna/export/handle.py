@@ -353,7 +353,9 @@ def _write_end(name: str, rules: RuleSubscriber | None, attachment: Attachment) 
     mark = _plural(len(findings), "finding") if findings else "no findings"
     announce(f": {named}" if findings else f"; {judged}", mark=mark, styles=STYLES[worst] if findings else ())
     more = "" if directory is None else f"; 'ikkuna report {shortest_path(directory)}' shows more"
-    announce(f"watching took {_milliseconds(attachment):.2g} ms a step{more}")
+    spent = _milliseconds(attachment)
+    took = f"{spent:.2g}" if spent < 99.5 else f"{spent:.0f}"
+    announce(f"watching took {took} ms a step{more}")
 
 
 def _milliseconds(attachment: Attachment) -> float:

@@ -44,7 +44,7 @@ def test_the_last_three_lines_are_steps_findings_and_costs(printed):
     steps, findings, costs = printed[-3:]
     assert re.fullmatch(r"ikkuna: Sequential: 60 steps, loss 1\.\d+ → 1\.\d+, in 'run/run0001'", steps)
     assert re.fullmatch(r"ikkuna: 1 finding: error dead_units in relu3 \(step \d+\)", findings)
-    pattern = r"ikkuna: watching took [\d.e+]+ ms a step; 'ikkuna report run/run0001' shows more"
+    pattern = r"ikkuna: watching took [\d.]+ ms a step; 'ikkuna report run/run0001' shows more"
     assert re.fullmatch(pattern, costs)
 
 
