@@ -527,7 +527,7 @@ def _last_of_events(data: bytes) -> int:
     scanner = PythonScanner()
     scanner.scan(data, 0, True)
     found = scanner.columns()
-    return int(found.steps[found.event[-1]]) if len(found.event) else -1
+    return int(found.steps[found.event.max()]) if len(found.event) else -1
 
 
 def _last_of_lines(data: bytes) -> int:

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,7 @@ class InputRowsSubscriber(PlotSubscriber):
         message, is_training = NetworkMessage(stamp, "input_data"), stamp.pass_name == TRAINING
         contradicted, known, age, repeats, mean, deviation = self.publishes
         if is_training:
-            batch, step = hash(tuple(hash(table.tobytes()) for table in inputs)), stamp.global_step
+            batch, step = hash(tuple(map(_digest, inputs))), stamp.global_step
             passed = step - self._batches.pop(batch, step)
             self._repeats += passed == 1
             self.emit(message, passed, age)
@@ -145,6 +146,11 @@ class InputRowsSubscriber(PlotSubscriber):
             of_row.setdefault(row, set()).add(label)
         twice = [row for row, count in Counter(hashes).items() for _ in range(count) if count > 1]
         return sum(len(of_row[row]) > 1 for row in twice) / len(twice) if twice else None
+
+
+def _digest(table: NDArray[np.float64]) -> int:
+    """Return a hash that is the same in other processes, unlike that of bytes."""
+    return int.from_bytes(blake2b(table.tobytes(), digest_size=8).digest(), "little")
 
 
 def _hashes(tables: Sequence[NDArray[np.float64]]) -> list[int]:

@@ -290,7 +290,7 @@ def test_watch_applies_the_rules_by_default_and_can_be_told_not_to(tmp_path):
         with ikkuna.watch(model, loss=loss, log_dir=tmp_path, rules=rules) as exporter:
             train(model, loss, steps=31, parameters=list(model.first.parameters()), clears=False)
         found[rules] = {finding.rule: finding.module for finding in exporter.findings}
-    assert found["default"] == {"not_in_optimizer": "last", "not_zeroed": None}
+    assert found["default"] == {"not_in_optimizer": "last", "not_zeroed": None, "repeated_batch": None}
     assert found[None] == {}
 
 

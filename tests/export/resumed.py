@@ -20,10 +20,10 @@ K = 5
 class Net(nn.Module):
     """Layers of the kinds that the installed metrics need; some units of the first one are seldom active."""
 
-    def __init__(self):
+    def __init__(self, width):
         super().__init__()
         self.first, self.relu, self.lstm, self.last = (
-            nn.Linear(4, 6),
+            nn.Linear(width, 6),
             nn.Tanh(),
             nn.LSTM(6, 5, batch_first=True),
             nn.Linear(5, 3),
@@ -46,13 +46,13 @@ class Training:
     """
 
     loss_class = nn.CrossEntropyLoss
-    rows = 8
+    rows, width = 8, 4
     steps = K
     """Of each half."""
 
     def __init__(self, make, checkpoint=None, **options):
         torch.manual_seed(0)
-        self.model, self.loss = Net(), self.loss_class()
+        self.model, self.loss = Net(self.width), self.loss_class()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.step = 0
         self.exporter = Exporter(message_bus=MessageBus("resumed"), on_error="raise", **options)
@@ -68,7 +68,7 @@ class Training:
             self.exporter.load_state_dict(checkpoint["exporter"])
 
     def inputs(self, generator):
-        return torch.randn(self.rows, 4, generator=generator)
+        return torch.randn(self.rows, self.width, generator=generator)
 
     def labels(self, generator):
         y = torch.randint(0, 3, (self.rows,), generator=generator)
@@ -121,6 +121,18 @@ class Regression(Training):
 
     def labels(self, generator):
         return torch.randn(self.rows, 3, generator=generator)
+
+
+class RepeatedTraining(Training):
+    """With the same rows in each step, each of them twice, with another label."""
+
+    width = 16
+
+    def inputs(self, generator):
+        return torch.randn(self.rows // 2, self.width, generator=torch.Generator().manual_seed(0)).repeat(2, 1)
+
+    def labels(self, generator):
+        return torch.arange(self.rows) % 3
 
 
 class BrokenTraining(Training):

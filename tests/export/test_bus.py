@@ -635,7 +635,7 @@ def test_without_set_loss_the_missing_labels_are_logged_once(bus, caplog):
         exporter.add_modules(loop.model)
         bus.register_subscriber(TrainAccuracySubscriber(backend="null"))
         loop.run(3)
-    assert caplog.text.count("loss = exporter.set_loss(loss)") == 1
+    assert caplog.text.count("loss = monitor.set_loss(loss)") == 1
 
 
 def test_two_exporters_share_a_bus_if_their_names_differ(bus):

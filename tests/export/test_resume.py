@@ -20,7 +20,16 @@ from ikkuna.export.subscriber import (
     ReplicaSubscriber,
 )
 from ikkuna.metrics.subscriber.state import pack, unpack
-from tests.export.resumed import BrokenTraining, K, LargeTraining, LongTraining, Regression, Training, run_of
+from tests.export.resumed import (
+    BrokenTraining,
+    K,
+    LargeTraining,
+    LongTraining,
+    Regression,
+    RepeatedTraining,
+    Training,
+    run_of,
+)
 from tests.subscribers import EVERY_SUBSCRIBER, NEEDS, labelled_rows, outputs_of_any_model
 
 
@@ -67,7 +76,11 @@ def freezing(patience):
 
 
 EVALUATING = [name for name, make in EVERY_SUBSCRIBER.items() if "_emitted" in make().state]
-TRAININGS = {"ConstantPredictionSubscriber": Regression, "SpikeScoreSubscriber": LongTraining}
+TRAININGS = {
+    "ConstantPredictionSubscriber": Regression,
+    "SpikeScoreSubscriber": LongTraining,
+    "InputRowsSubscriber": RepeatedTraining,
+}
 CASES = {
     **{name: (by_name(name), TRAININGS.get(name.partition("-")[0], Training)) for name in names()},
     "NaN in the weights": (lambda training: [NonFiniteSubscriber()], BrokenTraining),
