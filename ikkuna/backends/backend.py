@@ -16,9 +16,6 @@ from ikkuna.store.run_directory import ConfigValue, config_table
 from ikkuna.store.values import Image, Matrix, ModuleEntry
 from ikkuna.support.plugins import load_plugin, plugin_names
 
-__all__ = ["GROUP", "SPELLINGS", "Backend", "NullBackend", "get_backend", "last_defined"]
-
-
 GROUP = "ikkuna.backends"
 
 SPELLINGS = {"tensorboard": "tb", "matplotlib": "mpl", "json": "jsonl"}

@@ -10,8 +10,6 @@ from ikkuna.backends.backend import Backend
 from ikkuna.store.append_file import FileFormat
 from ikkuna.store.writer import FileWriter
 
-__all__ = ["FileBackend", "WallClock"]
-
 
 class WallClock:
     """The time of day in seconds, which never decreases: an adjustment of the system's clock has no effect."""

@@ -10,8 +10,6 @@ from ikkuna.store.run_directory import ConfigValue
 from ikkuna.store.values import ModuleEntry
 from ikkuna.support.failures import FailureCounter, error_text, log, raise_users_exception
 
-__all__ = ["GuardedBackend", "Sender"]
-
 
 class Sender(Protocol):
     """A sender of values, such as a registered subscriber; it equals only itself."""

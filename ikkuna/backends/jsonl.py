@@ -15,8 +15,6 @@ from ikkuna.store.json_lines import LISTS, NUMBERS
 from ikkuna.store.names import Series
 from ikkuna.store.values import Matrix
 
-__all__ = ["JSONLinesBackend"]
-
 
 def _number(value: float) -> str:
     """Return the shortest JSON that is parsed to exactly `value`."""

@@ -21,19 +21,6 @@ from ikkuna.store.values import Matrix
 from ikkuna.support.failures import FailureCounter, log, raise_users_exception
 from ikkuna.support.threads import Worker
 
-__all__ = [
-    "FunctionBackend",
-    "LightningLoggerBackend",
-    "LoggerBackend",
-    "StepValues",
-    "SummaryWriterBackend",
-    "Target",
-    "adapted",
-    "is_target",
-    "matrix_array",
-    "matrix_picture",
-]
-
 
 def matrix_picture(matrix: Matrix, title: str = "") -> Any:
     """Return the picture of a matrix as an image of Pillow, which matplotlib requires."""

@@ -17,8 +17,6 @@ from ikkuna.store.values import Matrix, ModuleEntry, ModuleOrder
 from ikkuna.support.failures import FailureCounter, log, raise_users_exception
 from ikkuna.support.files import atomic_file
 
-__all__ = ["MPLBackend"]
-
 
 class _ChartImage:
     """A chart with its PNG file and its display in a notebook.

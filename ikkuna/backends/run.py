@@ -36,9 +36,6 @@ from ikkuna.store.values import ModuleEntry, shown
 from ikkuna.support.console import announce
 from ikkuna.support.failures import error_text, log, raise_users_exception
 
-__all__ = ["Run", "shortest_path"]
-
-
 _REWIND_SECONDS = 2.0
 DRAWING_SECONDS = 10.0
 """Time in which the last pictures are drawn when a run is closed."""

@@ -45,9 +45,6 @@ from ikkuna.store.run_directory import ConfigValue
 from ikkuna.store.values import Image, Matrix, ModuleEntry, ModuleOrder, module_table
 from ikkuna.support.failures import log
 
-__all__ = ["STATISTICS", "ModuleGroup", "StepTemplate", "TensorBoardBackend", "ValuesTemplate", "overview"]
-
-
 STATISTICS = ("min", "median", "max")
 
 

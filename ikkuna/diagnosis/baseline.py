@@ -17,9 +17,6 @@ from ikkuna.support.arrays import arrays_of, check_axes, write_arrays
 from ikkuna.support.failures import raise_users_exception
 from ikkuna.support.files import atomic_file, open_regular
 
-__all__ = ["Baseline", "check_baseline", "learn"]
-
-
 _GROWTH = 1.5
 _ROUNDING = 1e-4
 _OF_RANGE = 0.02

@@ -13,9 +13,6 @@ from ikkuna.printable import printable
 from ikkuna.store.finding import SEVERITIES, Finding
 from ikkuna.store.sparkline import svg_sparkline
 
-__all__ = ["STYLES", "FindingList", "Findings", "Styled", "details_html", "is_muted"]
-
-
 STYLES = {"info": ("blue",), "warning": ("bold", "yellow"), "error": ("bold", "red")}
 """The styles of the severities in a terminal."""
 

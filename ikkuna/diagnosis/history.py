@@ -10,9 +10,6 @@ from typing import Any
 from ikkuna.numerics.spike_score import SpikeScore
 from ikkuna.store.values import ModuleEntry
 
-__all__ = ["TRAINING", "History", "Network", "TimeSeries", "middle"]
-
-
 _KEPT = 400
 _FIRST = 20
 

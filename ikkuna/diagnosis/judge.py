@@ -21,8 +21,6 @@ from ikkuna.store import StoredRun, read_run
 from ikkuna.store.finding import SEVERITIES, Finding
 from ikkuna.support.failures import FailureCounter, error_text, log
 
-__all__ = ["LOSS_BETWEEN", "Alarm", "Judge", "Raised", "check", "findings_of", "judge_again"]
-
 
 class _Place:
     """The state of one module."""

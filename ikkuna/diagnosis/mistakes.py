@@ -10,8 +10,6 @@ from dataclasses import KW_ONLY, dataclass
 from ikkuna.errors import ConfigError, unknown_name
 from ikkuna.store.finding import SEVERITIES, Finding
 
-__all__ = ["EXPLAINS", "Mistake"]
-
 
 @dataclass(frozen=True)
 class Mistake:

@@ -19,9 +19,6 @@ from ikkuna.diagnosis.preflight_checks.trial import Check, Trial
 from ikkuna.errors import ConfigTypeError
 from ikkuna.store.finding import Finding
 
-__all__ = ["CHECKS", "preflight"]
-
-
 CHECKS: tuple[Check, ...] = (
     *(models.not_in_optimizer, models.frozen_in_optimizer, models.parameter_in_two_groups, models.learning_rate_zero),
     *(

@@ -29,9 +29,6 @@ from ikkuna.support.saved_losses import SavedLoss
 from ikkuna.support.torch_internals import pytree
 from ikkuna.support.undisturbed import gradients, switched, undisturbed
 
-__all__ = ["RecordedPreflight"]
-
-
 _CHECKS: dict[Check, str] = {
     label_shape: "the shape of the labels",
     softmax_twice: "a second softmax",

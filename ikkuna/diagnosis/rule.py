@@ -13,9 +13,6 @@ from ikkuna.store.finding import SEVERITIES
 from ikkuna.support.failures import log
 from ikkuna.support.plugins import load_plugin, plugin_names
 
-__all__ = ["GROUP", "Rule", "Score", "get_rules"]
-
-
 GROUP = "ikkuna.rules"
 
 _COMMON = ("patience", "release", "severity")

@@ -29,8 +29,6 @@ from ikkuna.store.json_lines import parse_line, replaced_ends
 from ikkuna.store.run_directory import CONTROL_FILE, SamplingRequest
 from ikkuna.support.failures import suppressed
 
-__all__ = ["changes", "event_line", "event_text", "read_findings"]
-
 _Check = Callable[[Any], bool]
 _CHANGING = ("severity", "modules", "consequences", "ended", "against")
 

@@ -16,8 +16,6 @@ from ikkuna.store.names import Series, SeriesGroup
 from ikkuna.store.values import ModuleEntry
 from ikkuna.store.writer import FileWriter
 
-__all__ = ["JudgementBackend"]
-
 
 class _EventsFormat:
     """The format of the file of findings."""

@@ -40,8 +40,6 @@ from ikkuna.store.append_file import ReplacedEnd
 from ikkuna.store.names import SeriesGroup
 from ikkuna.store.values import ModuleEntry
 
-__all__ = ["RuleValues", "RuleValuesFormat", "ValueGroup", "first_values", "read_rule_values"]
-
 _MAGIC = b"IKKUNA\0\1"
 _HEAD = struct.Struct("<II")
 _NUMBER = struct.Struct("<I")

@@ -6,8 +6,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["embedding_pairs", "have_same_values"]
-
 Name = TypeVar("Name")
 
 

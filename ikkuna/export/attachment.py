@@ -28,8 +28,6 @@ from ikkuna.store.run_directory import RunSettings
 from ikkuna.support.failures import log
 from ikkuna.support.modules import NamedModule
 
-__all__ = ["Attachment", "Health", "attachments_of", "close_at_exit", "health_of", "release_unreachable"]
-
 
 class _Closeable(Protocol):
     def close(self) -> None: ...

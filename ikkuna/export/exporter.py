@@ -24,8 +24,6 @@ from ikkuna.observation.session import WorkerExporter
 from ikkuna.store.run_directory import RunSettings
 from ikkuna.support.modules import ModuleFilter, NamedModule
 
-__all__ = ["Exporter"]
-
 B = TypeVar("B")
 M = TypeVar("M", bound=nn.Module)
 

@@ -36,18 +36,6 @@ from ikkuna.support.modules import class_name
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "FunctionMetric",
-    "StoredValues",
-    "Summary",
-    "SummaryTable",
-    "WatchHandle",
-    "draw_kind",
-    "network_table",
-    "series_table",
-    "spread_table",
-]
-
 
 class FunctionMetric(Subscriber):
     """Calls ``function(tensor)`` for each tensor of a kind, and shows the number that it returns.

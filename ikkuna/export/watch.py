@@ -23,9 +23,6 @@ from ikkuna.support.failures import log
 from ikkuna.support.modules import NamedModule, unwrap
 from ikkuna.support.plugins import load_plugin
 
-__all__ = ["watch"]
-
-
 _BUS = "watch"
 _DEFAULT = "default"
 

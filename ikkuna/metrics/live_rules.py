@@ -32,18 +32,6 @@ from ikkuna.support.console import announce
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.modules import NamedParameter
 
-__all__ = [
-    "STATISTICS",
-    "OnFinding",
-    "Receiver",
-    "RuleSelection",
-    "RuleSubscriber",
-    "StatisticsReader",
-    "register_rules",
-    "shared_kinds",
-]
-
-
 STATISTICS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
     "norm2": (("sumsq",), lambda records: records.l2_norm),
     "mean": (("mean",), lambda records: records.mean),

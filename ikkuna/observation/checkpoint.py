@@ -14,9 +14,6 @@ from ikkuna.store.run_directory import Continued, find_run, latest_run, log_path
 from ikkuna.support.failures import log
 from ikkuna.support.modules import difference, signature
 
-__all__ = ["check_model", "check_stored_model", "continue_latest", "load_state", "state_of", "store_finished"]
-
-
 _PATIENCE = 2.0  # seconds
 _COUNTERS = ("global_step", "train_step", "epoch")
 _OTHERS = ("model", "rank", "run", "subscribers")

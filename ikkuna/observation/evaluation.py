@@ -19,8 +19,6 @@ from ikkuna.observation.step_cycle import ReplacedModules, SamplingPlans, StepCy
 from ikkuna.observation.steps.step_tracker import State
 from ikkuna.support.undisturbed import run_undisturbed
 
-__all__ = ["OtherPasses", "run"]
-
 
 class OtherPasses:
     """Records a pass over data under its own name, in a recorder of its own; an open training step waits.

@@ -26,9 +26,6 @@ from ikkuna.observation.steps.forwards import Forward
 from ikkuna.observation.steps.step_tracker import StepTracker
 from ikkuna.support.torch_internals import graph_task, sequence_number
 
-__all__ = ["IdleSteps"]
-
-
 _NOTHING, _CALLED, _RETURNED, _COMPUTING, _COMPUTED, _STEPPING = range(6)
 """The events of the open step so far; a step of which nothing is wanted has no `_COMPUTING` and no `_COMPUTED`."""
 

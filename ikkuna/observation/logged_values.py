@@ -26,9 +26,6 @@ from ikkuna.store.names import Series
 from ikkuna.store.values import Image, Matrix, is_histogram, is_pixels
 from ikkuna.support.failures import log, raise_users_exception
 
-__all__ = ["LoggedValues"]
-
-
 _MOST = 100_000
 _TYPES = "a number, a tensor or array of numbers, a histogram, a matrix, a picture or a text"
 

@@ -25,9 +25,6 @@ from ikkuna.observation.rows.plan import Plan, Site
 from ikkuna.observation.rows.rows import Rows
 from ikkuna.support.failures import log, raise_users_exception, suppressed
 
-__all__ = ["Exchange", "Translation", "signature_of"]
-
-
 _PLAIN = (bool, int, float, str, type(None))
 _SHOWN_ONLY = frozenset(("title", "ylims", "backends", "message_bus", "evaluate"))
 _TOGETHER = "measured together: "

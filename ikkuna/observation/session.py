@@ -26,8 +26,6 @@ from ikkuna.support.failures import log
 from ikkuna.support.modules import class_name
 from ikkuna.support.undisturbed import restoring
 
-__all__ = ["Session", "WorkerExporter", "warn_of_worker"]
-
 
 def warn_of_worker(name: str) -> None:
     """Log that a value which is logged in a worker process is not shown."""

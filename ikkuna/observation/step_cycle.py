@@ -38,9 +38,6 @@ from ikkuna.observation.validation import Validation
 from ikkuna.store.run_directory import CONTROL_FILE
 from ikkuna.support.failures import log, remember_handlers
 
-__all__ = ["MissingLossWarning", "ReplacedModules", "SamplingPlans", "StepCycle"]
-
-
 _MOST_EXTRA = 32  # measurements of earlier steps have been delivered
 
 

@@ -11,9 +11,6 @@ from ikkuna.observation.rows.plan import Plan
 from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.support.failures import log
 
-__all__ = ["Validation"]
-
-
 _PASS_IT = "pass its module, as in loss = nn.CrossEntropyLoss() and watch(model, loss)"
 
 

@@ -11,8 +11,6 @@ from ikkuna.store.finding import Finding
 from ikkuna.store.quantity import NEUTRAL, Quantity
 from ikkuna.store.sparkline import reduced_curve
 
-__all__ = ["ReportChart", "ReportCurve", "chart_of", "folded", "healthy_limits", "reduced_matrix", "ticks"]
-
 
 def reduced_matrix(
     steps: NDArray[np.int64], values: NDArray[np.float64], present: NDArray[np.bool_], columns: int

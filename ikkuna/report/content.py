@@ -14,8 +14,6 @@ from ikkuna.store import StoredRun
 from ikkuna.store.quantity import NEUTRAL, Quantity, network_order
 from ikkuna.store.run_directory import stored_facts
 
-__all__ = ["RunContent", "network_charts", "run_name", "wall_times"]
-
 
 @dataclass
 class RunContent:

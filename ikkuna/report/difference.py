@@ -21,17 +21,6 @@ from ikkuna.store.quantity import step_order
 from ikkuna.store.values import ModuleOrder
 from ikkuna.support.files import atomic_file
 
-__all__ = [
-    "Parting",
-    "RunDifference",
-    "compare_paths",
-    "compare_runs",
-    "difference_page",
-    "training_order",
-    "write_diff",
-]
-
-
 _FACTOR = 6.0
 _PERSISTENT = 3  # values
 

@@ -15,8 +15,6 @@ from ikkuna.store import SeriesValues, StoredRun
 from ikkuna.store.quantity import Quantity, built_in_sources, step_order
 from ikkuna.store.values import ModuleOrder
 
-__all__ = ["Change", "FirstChanges", "first_changes"]
-
 _BEFORE = 80  # values of a series before the step that are read
 _RECENT = 1  # samples between the end of a change and the step
 

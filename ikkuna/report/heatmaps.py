@@ -16,8 +16,6 @@ from ikkuna.report.charts import reduced_matrix, ticks
 from ikkuna.store import StoredHistogram, StoredRun
 from ikkuna.store.quantity import Quantity
 
-__all__ = ["ReportHeatmap", "data_uri", "distributions_of", "draw_heatmap", "rebinned"]
-
 
 def data_uri(indices: NDArray[np.uint8], colours: NDArray[np.uint8], clear: int | None = None) -> str:
     """Return a picture with one pixel for each number, as an address that contains it.

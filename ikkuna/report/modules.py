@@ -19,23 +19,6 @@ from ikkuna.store.names import Series
 from ikkuna.store.quantity import Quantity
 from ikkuna.store.sparkline import svg_sparkline
 
-__all__ = [
-    "Abnormal",
-    "Block",
-    "KindTable",
-    "ModuleRow",
-    "abnormal_modules",
-    "blocks_of",
-    "fan_charts",
-    "heatmaps_of",
-    "kind_tables",
-    "module_kinds",
-    "module_rows",
-    "presence",
-    "spread_chart",
-    "table_heatmaps",
-]
-
 _FANS = 12
 _SPREAD_STEPS = 400
 _COLUMNS = 6

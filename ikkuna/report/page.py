@@ -31,8 +31,6 @@ from ikkuna.store import StoredRun, read_run
 from ikkuna.support.files import atomic_file
 from ikkuna.version import __version__
 
-__all__ = ["head_values", "layer_values", "page_target", "render", "report_page", "separate_names", "write_report"]
-
 _FILES = Path(__file__).parent / "page"
 _FLAT = 40  # modules in one table
 

@@ -26,8 +26,6 @@ from ikkuna.store.run_directory import read_run_file
 from ikkuna.store.sparkline import svg_sparkline
 from ikkuna.support.failures import log
 
-__all__ = ["RunServer"]
-
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 _UNJUDGED = "No findings are stored; `ikkuna check` judges the run."
 

@@ -14,18 +14,6 @@ from typing import NamedTuple, Protocol
 from ikkuna.errors import LogDirError
 from ikkuna.support.failures import log
 
-__all__ = [
-    "AppendFile",
-    "FileFormat",
-    "ReplaceableFile",
-    "ReplacedEnd",
-    "make_directories",
-    "process_name",
-    "reason",
-    "unique_stem",
-]
-
-
 _FLAGS = (
     os.O_WRONLY
     | os.O_CREAT

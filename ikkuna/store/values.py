@@ -15,22 +15,6 @@ from ikkuna.store.finding import Finding
 from ikkuna.store.names import Series, natural_key
 from ikkuna.support.failures import raise_users_exception
 
-__all__ = [
-    "HistogramLike",
-    "Image",
-    "Matrix",
-    "ModuleEntry",
-    "ModuleOrder",
-    "check_histogram",
-    "checked_matrix",
-    "is_histogram",
-    "is_pixels",
-    "module_table",
-    "read_module_table",
-    "shown",
-]
-
-
 _ATTRIBUTES = ("min", "max", "num", "sum", "sum_squares", "bucket_limits", "bucket_counts")
 
 

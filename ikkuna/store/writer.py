@@ -11,9 +11,6 @@ from ikkuna.store.append_file import FileFormat, ReplaceableFile
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.threads import Worker
 
-__all__ = ["BlockQueue", "FileWriter", "QueuedBlock"]
-
-
 _OVERHEAD = 200  # bytes of a waiting block besides its data, so that the number of empty blocks is bounded
 
 

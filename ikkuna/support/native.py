@@ -27,20 +27,6 @@ from ikkuna.printable import printable
 from ikkuna.support.failures import log
 from ikkuna.support.files import private_directory, read_private_file, safe_directory, write_private_file
 
-__all__ = [
-    "LIBRARY_BYTES",
-    "SOURCES",
-    "Compiler",
-    "CompilerError",
-    "LibraryCache",
-    "build_library",
-    "compile_into",
-    "joined_source",
-    "load_from_memory",
-    "stored_library",
-]
-
-
 LIBRARY_BYTES = 1 << 26
 """The largest library that is accepted."""
 

@@ -16,8 +16,6 @@ from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.numerics.bits import HASHED, mixed, row_bit_sums, row_information, row_words
 
-__all__ = ["InputRowsSubscriber"]
-
 _ROWS = 64
 _INFORMATION = 30.0  # bits
 _KEPT = 1 << 14  # rows, and a sixteenth of it batches

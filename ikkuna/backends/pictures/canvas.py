@@ -18,24 +18,6 @@ from numpy.typing import NDArray
 from ikkuna.figures.style import NotebookFigure
 from ikkuna.store.quantity import Quantity
 
-__all__ = [
-    "COLOURS",
-    "LINE",
-    "MISSING",
-    "NONFINITE",
-    "ZERO",
-    "Canvas",
-    "ColourScale",
-    "Labels",
-    "bounded",
-    "encode_png",
-    "escaped",
-    "is_logarithmic",
-    "palette",
-    "printable",
-    "text_width",
-]
-
 
 def printable(text: str, limit: int = 44) -> str:
     r"""Return `text` without control characters and characters that the font lacks, cut to `limit` characters.

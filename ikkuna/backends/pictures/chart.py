@@ -11,26 +11,6 @@ from ikkuna.store.names import Series
 from ikkuna.store.quantity import NEUTRAL, Quantity
 from ikkuna.store.values import HistogramLike, Matrix
 
-__all__ = [
-    "CAPACITY",
-    "Chart",
-    "ChartView",
-    "Curve",
-    "Decimator",
-    "HistogramAtStep",
-    "HistogramChart",
-    "HistogramHistory",
-    "HistogramsView",
-    "Line",
-    "MatrixChart",
-    "MatrixView",
-    "QuantileBands",
-    "QuantileView",
-    "heading",
-    "keep_first",
-]
-
-
 T = TypeVar("T")
 
 

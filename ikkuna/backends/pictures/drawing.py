@@ -42,9 +42,6 @@ from ikkuna.figures.style import (
 )
 from ikkuna.store.quantity import Quantity
 
-__all__ = ["draw_chart", "draw_heatmap", "draw_histograms", "draw_matrix", "grouped", "scaled"]
-
-
 Array = NDArray[np.float64]
 Order = Callable[[str], object]
 _BLUE = "#0072b2"

@@ -11,9 +11,6 @@ from ikkuna.backends.pictures.heatmap import Heatmap, HeatmapView, with_missing_
 from ikkuna.store.quantity import NEUTRAL, Quantity
 from ikkuna.store.values import Matrix, ModuleOrder
 
-__all__ = ["HeatmapImage", "MatrixImage", "MatrixQueue", "import_renderer"]
-
-
 Write = Callable[[str, bytes, int], object]
 """Queues an image: takes its tag, PNG and step."""
 

@@ -14,9 +14,6 @@ from ikkuna.backends.pictures.chart import Decimator, keep_first
 from ikkuna.store.quantity import NEUTRAL, Quantity
 from ikkuna.store.values import ModuleEntry, ModuleOrder
 
-__all__ = ["CAPACITY", "Heatmap", "HeatmapView", "with_missing_rows"]
-
-
 CAPACITY = 256
 """Largest number of columns at even distances; the last step may be one more."""
 

@@ -12,8 +12,6 @@ from uuid import uuid4
 from ikkuna.support.failures import FailureCounter, log, raise_users_exception, suppressed
 from ikkuna.support.threads import Worker
 
-__all__ = ["Drawable", "NotebookDisplay", "PNGPicture", "RedrawThread", "in_notebook"]
-
 
 class PNGPicture:
     """A drawn picture that a notebook displays.

@@ -14,18 +14,6 @@ from torch.nn.utils.rnn import PackedSequence
 from ikkuna.errors import ConfigTypeError
 from ikkuna.support.torch_internals import pytree
 
-__all__ = [
-    "Batch",
-    "by_sample",
-    "sample_axis",
-    "share_between_samples",
-    "split_batch",
-    "tensors_of",
-    "widened",
-    "without_labels",
-]
-
-
 _LABELS = ("labels", "label", "targets", "target", "y")
 
 

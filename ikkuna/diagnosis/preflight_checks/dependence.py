@@ -24,16 +24,6 @@ from ikkuna.support.modules import class_name
 from ikkuna.support.torch_internals import BATCH_NORMS
 from ikkuna.support.undisturbed import run_model
 
-__all__ = [
-    "batch_leak",
-    "changing_module",
-    "ignores_input",
-    "inplace_changes_output",
-    "random_output",
-    "relative_change",
-]
-
-
 _EPSILONS = 100  # a kernel may round differently for other data in the batch
 _SAME = 1e-10  # of the energy: rounding in float32
 

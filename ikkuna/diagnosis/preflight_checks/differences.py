@@ -16,9 +16,6 @@ from ikkuna.support.failures import error_text
 from ikkuna.support.modules import module_of
 from ikkuna.support.undisturbed import run_model
 
-__all__ = ["no_activation", "wrong_gradient"]
-
-
 _STEPS = (1e-5, 1e-6)  # relative to the root mean square of each parameter
 _SHARE = 1e-3  # of the derivative; in double precision healthy models stay below 1e-6
 _MOST_PARAMETERS, _MOST_MODULES = 20_000_000, 8

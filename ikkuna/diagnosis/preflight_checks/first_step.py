@@ -30,17 +30,6 @@ from ikkuna.support.modules import module_of, named_parameters
 from ikkuna.support.torch_internals import pytree
 from ikkuna.support.undisturbed import run_model
 
-__all__ = [
-    "CallRecord",
-    "FirstStep",
-    "ForwardRecord",
-    "Gradient",
-    "RectifierRecord",
-    "Stopped",
-    "recorded",
-    "run_first_step",
-]
-
 
 @dataclass(frozen=True)
 class CallRecord:

@@ -15,9 +15,6 @@ from ikkuna.diagnosis.preflight_checks.trial import Trial
 from ikkuna.store.finding import Finding
 from ikkuna.support.torch_internals import pytree
 
-__all__ = ["freed_outputs"]
-
-
 _STEPS, _MOST_ELEMENTS = 250, 1_000_000
 _SCORE = 10.0
 _ROUNDING = 1e-5  # relative; a loss in float32 sums many terms

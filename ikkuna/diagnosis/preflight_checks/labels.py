@@ -11,9 +11,6 @@ from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.trial import Trial
 from ikkuna.store.finding import Finding
 
-__all__ = ["duplicate_rows", "label_in_inputs", "labels_of_other_samples"]
-
-
 _CHANGED = 1e-3  # of the largest gradient: a loss may divide by weights of all labels
 _FEW_SAMPLES, _FEW_ELEMENTS = 8, 8
 

@@ -25,8 +25,6 @@ from ikkuna.numerics.prediction import initial_cross_entropy, initial_logit_devi
 from ikkuna.store.finding import Finding
 from ikkuna.support.torch_internals import pytree
 
-__all__ = ["input_scale", "loss_at_init", "loss_scale", "softmax_twice"]
-
 
 def input_scale(trial: Trial) -> Iterator[Finding]:
     """Find floating-point inputs, and labels, of a large mean or standard deviation; the rule `input_scale` judges them."""

@@ -23,17 +23,6 @@ from ikkuna.store.finding import Finding
 from ikkuna.support.modules import common_module
 from ikkuna.support.torch_internals import DROPOUTS, RUNNING_NORMS, pytree
 
-__all__ = [
-    "evaluation_mode",
-    "frozen_in_optimizer",
-    "learning_rate_zero",
-    "not_in_optimizer",
-    "parameter_in_two_groups",
-    "running_statistics_fixed",
-    "unregistered_parameters",
-    "untied_weights",
-]
-
 
 def evaluation_mode(trial: Trial) -> Iterator[Finding]:
     """Find modules that train in evaluation mode, if the mode changes what they compute.

@@ -11,18 +11,6 @@ from torch.nn import functional
 
 from ikkuna.diagnosis.preflight_checks.batch import tensors_of
 
-__all__ = [
-    "CannotJudgeError",
-    "Classification",
-    "IndexOutsideError",
-    "arranged_scores",
-    "class_axis",
-    "inner_loss",
-    "labels_outside",
-    "last_operations",
-    "main_output",
-]
-
 
 class CannotJudgeError(Exception):
     """A check cannot judge; the text says why."""

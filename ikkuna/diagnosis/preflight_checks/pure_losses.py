@@ -12,9 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["why_impure"]
-
-
 _PACKAGES = ("torch", "math")
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _BUILTINS = (

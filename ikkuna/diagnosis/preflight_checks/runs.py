@@ -13,9 +13,6 @@ from ikkuna.printable import counted, listed
 from ikkuna.store.finding import Finding
 from ikkuna.support.modules import common_module, module_of
 
-__all__ = ["first_step_runs", "label_dtype", "label_range", "label_shape", "no_gradient"]
-
-
 _FLOAT = "the loss wants floating-point labels"
 _INTEGER = "the loss wants indices of classes"
 

@@ -14,8 +14,6 @@ from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.trial import Trial
 from ikkuna.store.finding import Finding
 
-__all__ = ["label_offset", "padding_changes_output", "padding_inside", "time_leak"]
-
 
 def time_leak(trial: Trial) -> Iterator[Finding]:
     """Find a model of sequences whose output at a position changes with later inputs, which are its labels."""

@@ -24,17 +24,6 @@ from ikkuna.store.finding import Finding
 from ikkuna.support.modules import class_name, module_of, named_modules
 from ikkuna.support.torch_internals import CONVOLUTIONS
 
-__all__ = [
-    "dead_units",
-    "gradient_scale",
-    "identical_units",
-    "nonfinite",
-    "require_different_samples",
-    "signal_lost",
-    "signal_scale",
-]
-
-
 _LARGEST_RMS = 30.0  # healthy layers stay below 5
 _LOST = 1e-7  # healthy networks stay above 2e-5
 _SAME_INPUTS = 1e-6

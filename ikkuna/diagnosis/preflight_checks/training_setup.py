@@ -19,9 +19,6 @@ from ikkuna.support.random_states import RandomReader, RandomStates
 from ikkuna.support.torch_internals import BATCH_NORMS
 from ikkuna.support.undisturbed import isolated, run_model, undisturbed, without_replica_wrappers
 
-__all__ = ["Evaluation", "TrainingSetup", "restored", "train_norms", "unobserved"]
-
-
 _CONTAINERS = ("_parameters", "_buffers", "_modules")
 
 

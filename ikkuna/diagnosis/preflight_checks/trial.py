@@ -29,8 +29,6 @@ from ikkuna.support.modules import class_name
 from ikkuna.support.torch_internals import pytree
 from ikkuna.support.undisturbed import run_model
 
-__all__ = ["Check", "Trial", "directions", "perturbed_loss", "perturbed_output"]
-
 
 class Trial(TrainingSetup):
     """A training setup with the passes that several checks need, each run at most once.

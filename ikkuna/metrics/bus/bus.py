@@ -26,8 +26,6 @@ from ikkuna.store.run_directory import Continued, RunSettings, check_log_dir
 from ikkuna.store.values import ModuleEntry
 from ikkuna.support.modules import NamedModule, class_name, definition, parameters_of, signature
 
-__all__ = ["Handle", "MessageBus", "described", "get_default_bus"]
-
 
 def described(modules: Iterable[NamedModule]) -> tuple[ModuleEntry, ...]:
     """Return an entry for each module, in the same order; a shared parameter is listed once.

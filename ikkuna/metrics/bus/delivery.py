@@ -29,9 +29,6 @@ from ikkuna.metrics.subscriber.base import Later, Result, StepLosses, Subscriber
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.support.failures import FailureCounter, log
 
-__all__ = ["Delivery", "DeliveryQueue", "Event", "Finished", "Item", "Losses", "Measurements", "Observer", "Unsampled"]
-
-
 _EVENTS = frozenset(EVENT_KINDS)
 _Early = dict[Registered, Sequence[Result | Later]]
 _NONE: Mapping[Registered, Sequence[Result | Later]] = {}

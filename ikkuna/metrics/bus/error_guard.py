@@ -13,9 +13,6 @@ from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.support.failures import FailureCounter, error_text, log, raise_users_exception
 from ikkuna.support.undisturbed import restoring
 
-__all__ = ["ON_ERROR", "Closable", "ErrorGuard", "ThreadState"]
-
-
 ON_ERROR = ("disable", "log", "raise")
 
 

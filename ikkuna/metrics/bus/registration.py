@@ -14,8 +14,6 @@ from ikkuna.metrics.subscriber.subscription import Subscription
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.modules import NamedModule
 
-__all__ = ["Source", "StoredStates", "check_registration", "known_kinds"]
-
 
 class Source(Protocol):
     """A publisher on a bus: an exporter."""

@@ -14,8 +14,6 @@ from ikkuna.metrics.messages.message import Message, MessageBundle, ModuleMessag
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.numerics.statistics.record import Records
 
-__all__ = ["BatchNames", "MeasuredStep", "MessageBatch", "NamedRows", "message_name"]
-
 
 def message_name(kind: str, module: str, path: str) -> str:
     """Return the name of the data of a module, as the user reads it.

@@ -1,23 +1,5 @@
 """The built-in kinds of messages."""
 
-__all__ = [
-    "BUILT_IN",
-    "EVENT_KINDS",
-    "FORWARD_KINDS",
-    "LOGGED",
-    "MEASURED_TOGETHER",
-    "MICRO_KINDS",
-    "MODULE_KINDS",
-    "NETWORK_KINDS",
-    "OBSERVED",
-    "PARAMETER_KINDS",
-    "STATE_PREFIXES",
-    "UNCLIPPED_KINDS",
-    "is_built_in",
-    "is_of_module",
-]
-
-
 FORWARD_KINDS = ("layer_inputs", "activations", "layer_gradients")
 """Recorded when a module is called: its inputs, its outputs, and the gradient of the loss with respect to its outputs."""
 

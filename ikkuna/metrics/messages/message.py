@@ -7,8 +7,6 @@ from typing import Any
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.numerics.statistics import Record
 
-__all__ = ["Message", "MessageBundle", "ModuleMessage", "NetworkMessage"]
-
 
 @dataclass(slots=True)
 class Message:  # not frozen, which would cost 3 µs for each message; each subscriber receives its own

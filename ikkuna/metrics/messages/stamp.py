@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass, field
 
-__all__ = ["TRAINING", "VALIDATION", "Stamp"]
-
-
 TRAINING = "training"
 """The name of the training pass."""
 

@@ -28,9 +28,6 @@ from ikkuna.store.values import ModuleEntry, shown
 from ikkuna.support.device_thread import Pending, is_full, run_beside
 from ikkuna.support.modules import NamedModule
 
-__all__ = ["MERGES", "Host", "Later", "Result", "StepLosses", "Subscriber"]
-
-
 T = TypeVar("T")
 _MOST_NAMES = 100_000
 _MOST_GROUPS = 1024

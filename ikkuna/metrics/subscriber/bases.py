@@ -12,8 +12,6 @@ from ikkuna.metrics.messages.batch import MessageBatch
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.store.values import ModuleEntry
 
-__all__ = ["GROUP", "CallbackSubscriber", "PlotSubscriber", "Preset", "SharedStatisticSubscriber", "name_results"]
-
 
 def name_results(options: dict[str, Any], *defaults: str) -> None:
     """Set ``options["publishes"]`` to `defaults`, unless it already holds the same number of other names.

@@ -16,8 +16,6 @@ from ikkuna.metrics.subscriber.subscription import Sampling
 from ikkuna.numerics.statistics import needed_fields
 from ikkuna.support.failures import FailureCounter, log
 
-__all__ = ["Registered"]
-
 _OF_FORWARDS = frozenset((*FORWARD_KINDS, OBSERVED, "input_data", "network_output", "input_labels"))
 
 

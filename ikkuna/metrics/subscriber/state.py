@@ -13,9 +13,6 @@ from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.support.failures import raise_users_exception
 
-__all__ = ["DeferredRow", "pack", "types_in", "unpack"]
-
-
 _CHUNK = 1 << 26  # bytes of the matrices that are stacked
 
 

@@ -11,9 +11,6 @@ from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.metrics.messages.message import Message, ModuleMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 
-__all__ = ["ModulePattern", "Sampling", "Schedule", "Subscription", "SynchronizedSubscription"]
-
-
 _KEPT = 32  # changes; measurements of earlier steps have been delivered
 
 

@@ -17,9 +17,6 @@ from ikkuna.observation.model.parameters import Backward, GradientState
 from ikkuna.observation.steps.forwards import Forward
 from ikkuna.support.torch_internals import graph_task, sequence_number
 
-__all__ = ["BackwardHooks"]
-
-
 _MOST_OUTPUTS = 64
 
 

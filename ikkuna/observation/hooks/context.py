@@ -42,34 +42,6 @@ from ikkuna.observation.steps.step_tracker import StepTracker
 from ikkuna.support.failures import log
 from ikkuna.support.torch_internals import MODULE_CALL, current_trace, graph_task, insert_as_constant, sequence_number
 
-__all__ = [
-    "BASE",
-    "GRADIENTS",
-    "INPUTS",
-    "OUTPUTS",
-    "SEES_BACKWARD",
-    "VIEW",
-    "Computation",
-    "GraphReceiver",
-    "HookContext",
-    "LossScale",
-    "NativePath",
-    "ObservedSites",
-    "Sites",
-    "accumulates_gradients",
-    "backward_roots",
-    "count_running_calls",
-    "creates_optimizer_state",
-    "in_compiled_call",
-    "in_dry_run",
-    "in_reentrant_checkpoint",
-    "next_call",
-    "observe",
-    "root_called",
-    "running_steps",
-]
-
-
 _OF_OPTIMIZERS = vars(torch_optimizer)
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
 _STAGE = "torch.distributed.pipelining.stage"

@@ -14,8 +14,6 @@ from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.hooks.hook import Hook, Remove, remove_all
 from ikkuna.support.failures import log
 
-__all__ = ["FastPathHooks"]
-
 
 class _Call:
     """A running call of a layer whose hooks are put aside.

@@ -26,9 +26,6 @@ from ikkuna.observation.steps.forwards import Forward
 from ikkuna.observation.steps.step_tracker import State
 from ikkuna.support.failures import log
 
-__all__ = ["ForwardHooks"]
-
-
 _MANY = 100  # forwards without a step: more than a step usually accumulates
 _FEW = 20  # a gradient scaler may skip as many steps before it has found its scale
 

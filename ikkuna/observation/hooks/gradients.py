@@ -18,9 +18,6 @@ from ikkuna.observation.rows.plan import Key, Site
 from ikkuna.observation.steps.forwards import MICRO_PART, Forward
 from ikkuna.support.torch_internals import GLOBAL_FORWARD_HOOKS
 
-__all__ = ["CACHED", "LayerGradientHooks", "MicroGradientHooks", "OutputHooks"]
-
-
 _MICRO_GRADIENTS = "weight_micro_gradients", "bias_micro_gradients"
 CACHED = 8
 """Number of forwards of a step whose hooks serve the next steps as well."""

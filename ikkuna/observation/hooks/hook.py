@@ -13,9 +13,6 @@ from torch import nn
 
 from ikkuna.support.torch_internals import function_transforms, graph_task, skip_in_compiler, tracing_state
 
-__all__ = ["MAY_CAPTURE", "Hook", "HookFreeCopies", "Remove", "in_backward", "in_capture", "remove_all"]
-
-
 Remove = Callable[[], None]
 
 

@@ -22,8 +22,6 @@ from ikkuna.observation.hooks.observed import ObservedHooks
 from ikkuna.observation.hooks.optimizers import OptimizerHooks, StepHooks, call_at_steps
 from ikkuna.observation.rows.plan import Site
 
-__all__ = ["CompiledHooks", "HookSet", "PermanentHooks"]
-
 
 class PermanentHooks:
     """Two hooks on each root, one on the loss module, and two that are called at the steps of all optimizers.

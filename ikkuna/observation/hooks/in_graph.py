@@ -27,8 +27,6 @@ from ikkuna.observation.hooks.hook import Hook
 from ikkuna.observation.hooks.nested_tensors import leaves, received
 from ikkuna.support.torch_internals import compiled_programs, drop_programs, skip_in_compiler
 
-__all__ = ["CompiledModules", "CompilerStance", "GraphSwitch", "ModuleHook", "RootBeginsHook", "RootEndsHook"]
-
 
 class CompilerStance:
     """Sets the stance of ``torch.compile`` to ``"force_eager"``, and restores the user's choice.

@@ -25,18 +25,6 @@ from ikkuna.observation.steps.forwards import Forward
 from ikkuna.support.saved_losses import LossArguments, loss_arguments, saved_loss
 from ikkuna.support.torch_internals import call_around_backward, number_of_node
 
-__all__ = [
-    "LossHooks",
-    "depends_on",
-    "is_computed_in",
-    "is_one_number",
-    "label_weight",
-    "loss_weight",
-    "needs_outputs",
-    "without_ignored",
-]
-
-
 _BY_SEQUENCE = ("CTCLoss",)
 _MOST_NODES_OF_LOSS = 1024  # a walk of half a millisecond
 _MOST_WALKS = 16

@@ -21,9 +21,6 @@ from ikkuna.observation.steps.step_tracker import State
 from ikkuna.support.failures import log
 from ikkuna.support.modules import NamedModule
 
-__all__ = ["BACKWARD", "ModuleHooks"]
-
-
 _NO_SITES = ObservedSites()
 
 BACKWARD = "backward of a compiled root"

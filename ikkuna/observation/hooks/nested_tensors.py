@@ -7,9 +7,6 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["Leaves", "batch_sizes", "leaves", "received", "with_batch_sizes"]
-
-
 _DEPTH = 8
 
 Leaves = list[tuple[str, Tensor]]

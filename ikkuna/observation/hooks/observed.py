@@ -15,9 +15,6 @@ from ikkuna.observation.hooks.context import HookContext, next_call
 from ikkuna.observation.hooks.forward import ForwardHooks
 from ikkuna.observation.hooks.hook import Hook, in_backward
 
-__all__ = ["ObservedHooks", "observe"]
-
-
 _ALL, _NOBODY = -1, -2
 
 

@@ -21,8 +21,6 @@ from ikkuna.observation.steps.step_tracker import State
 from ikkuna.support.failures import log
 from ikkuna.support.modules import NamedParameter
 
-__all__ = ["OptimizerHooks", "StepHooks", "add_rates", "call_at_steps", "settings_of"]
-
 
 def add_rates(optimizer: Optimizer, rates: dict[str, Any]) -> None:
     """Store the learning rates in `rates` before a scheduler changes them; a rate on an accelerator stays there."""

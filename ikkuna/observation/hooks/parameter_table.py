@@ -20,9 +20,6 @@ from ikkuna.observation.steps.forwards import UNCLIPPED_PART
 from ikkuna.support.failures import raise_users_exception
 from ikkuna.support.modules import NamedParameter
 
-__all__ = ["CopyMemory", "ParameterList", "ParameterTable"]
-
-
 _WEIGHTS = "weights", "biases"
 _UPDATES = "weight_updates", "bias_updates"
 _GRADIENTS = "weight_gradients", "bias_gradients"

@@ -19,9 +19,6 @@ from ikkuna.support.modules import NamedModule, NamedParameter, parameters_of
 from ikkuna.support.torch_internals import autograd_enabled_inside_operators, current_node, will_execute
 from ikkuna.support.undisturbed import gradients, switched
 
-__all__ = ["Backward", "GradientState", "TrackedParameters", "UntrainedParameters"]
-
-
 _SENTINELS = 8
 
 

@@ -14,8 +14,6 @@ from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.support.failures import suppressed
 from ikkuna.support.modules import ModuleFilter, NamedModule, named_modules, unwrap, walk
 
-__all__ = ["Root", "Roots", "StagePosition", "stage_positions", "stage_within"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Root:

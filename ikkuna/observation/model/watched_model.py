@@ -13,9 +13,6 @@ from ikkuna.printable import listed
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.modules import NamedModule, class_name, name_of, unwrap
 
-__all__ = ["LossFunction", "ModuleChange", "WatchedModel", "is_shifted", "observable_loss"]
-
-
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 

@@ -17,8 +17,6 @@ from ikkuna.numerics.statistics.host import HostStatistics
 from ikkuna.support.device_thread import is_full
 from ikkuna.support.failures import raise_users_exception
 
-__all__ = ["HostCopy", "Part", "PartPool"]
-
 
 class HostCopy:
     """One non-blocking copy of several tensors of one device to the host.

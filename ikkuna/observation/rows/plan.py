@@ -29,20 +29,6 @@ from ikkuna.numerics.statistics import EXACT_COUNTS, HISTOGRAMS, Record, needed_
 from ikkuna.numerics.statistics.native.kernels import NOTHING as NOT_MEASURED
 from ikkuna.numerics.statistics.native.kernels import PYTHON, flags_of
 
-__all__ = [
-    "NOTHING",
-    "Demand",
-    "Key",
-    "MeasuredRows",
-    "Plan",
-    "RowIndex",
-    "Selection",
-    "Selections",
-    "Site",
-    "Task",
-    "WantedRows",
-]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:

@@ -23,9 +23,6 @@ from ikkuna.observation.rows.rows import Rows
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.undisturbed import gradients, switched
 
-__all__ = ["Recorder"]
-
-
 _LISTED = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NO_COPIES: dict[int, tuple[Tensor, Tensor]] = {}

@@ -28,9 +28,6 @@ from ikkuna.observation.rows.plan import Key, MeasuredRows, Plan, RowIndex, Sele
 from ikkuna.support.device_thread import Pending, run_beside
 from ikkuna.support.failures import raise_users_exception
 
-__all__ = ["RankMerge", "Rows", "StepObserver"]
-
-
 _NO_FIELDS = frozenset[str]()
 _NO_ROWS = empty_rows(0)
 _EMPTY = empty_rows(1)[0]

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from ikkuna.errors import ConfigError
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 
-__all__ = ["LoopEvents", "StepCounters", "Stopwatch"]
-
 
 class StepCounters:
     """The numbers of steps, of steps in this epoch, and of epochs.

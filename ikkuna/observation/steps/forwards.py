@@ -6,30 +6,6 @@ from enum import IntEnum
 
 from ikkuna.metrics.messages.stamp import Stamp
 
-__all__ = [
-    "EARLIER_PART",
-    "FIRST_PART",
-    "GRADIENT_PARTS",
-    "MAX_PENDING",
-    "MICRO_PART",
-    "STEP_PART",
-    "UNCLIPPED_PART",
-    "Abandoned",
-    "Awaited",
-    "Closed",
-    "Decision",
-    "EpochFinished",
-    "Forward",
-    "Merged",
-    "Opened",
-    "OptimizerTurns",
-    "PendingForwards",
-    "Reach",
-    "Restarted",
-    "RunningCalls",
-    "RunningOptimizers",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Opened:

@@ -27,8 +27,6 @@ from ikkuna.observation.steps.forwards import (
     RunningOptimizers,
 )
 
-__all__ = ["State", "StepTracker"]
-
 
 class State(Enum):
     """Where the training loop is."""

@@ -11,18 +11,6 @@ from ikkuna_subscribers.activations import DeadUnitsSubscriber, ModuleStateSubsc
 from ikkuna_subscribers.representation import DimensionSubscriber
 from ikkuna_subscribers.rules.figures import sources, stays_below
 
-__all__ = [
-    "DeadUnitsRule",
-    "EvaluationModeRule",
-    "NonFiniteRule",
-    "RankCollapseRule",
-    "RunningStatisticsRule",
-    "SaturatedRule",
-    "SignalLostRule",
-    "SignalScaleRule",
-]
-
-
 _RECTIFIERS = ("ReLU", "ReLU6")
 
 

@@ -6,8 +6,6 @@ from statistics import median
 from ikkuna.diagnosis import History, Rule, Score
 from ikkuna_subscribers.rules.figures import sources
 
-__all__ = ["AttentionCollapseRule", "IdleExpertsRule", "OverloadedExpertsRule"]
-
 
 class AttentionCollapseRule(Rule):
     """The attention of half of the heads of a module has no entropy left, though it had at first.

@@ -8,8 +8,6 @@ from ikkuna.diagnosis.history import middle
 from ikkuna_subscribers.predictions import ConstantPredictionSubscriber
 from ikkuna_subscribers.rules.figures import sources
 
-__all__ = ["NoBetterThanConstantRule", "WrongSignRule"]
-
 
 class NoBetterThanConstantRule(Rule):
     """The weights have moved, but a loss of numbers is no better than that of the best constant, and no better than before.

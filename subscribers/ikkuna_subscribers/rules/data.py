@@ -6,16 +6,6 @@ from ikkuna.diagnosis import History, Rule, Score
 from ikkuna.diagnosis.mistakes import IGNORES_INPUT, INPUT_SCALE, SIGMOID_TWICE, SOFTMAX_TWICE
 from ikkuna_subscribers.rules.figures import guessing_loss, sources, stays_below
 
-__all__ = [
-    "ClassCollapseRule",
-    "IgnoresInputRule",
-    "InputScaleRule",
-    "NotShuffledRule",
-    "OneLabelRule",
-    "SigmoidTwiceRule",
-    "SoftmaxTwiceRule",
-]
-
 
 class ClassCollapseRule(Rule):
     """A classifier predicts nearly always the same class, while the labels are of several.

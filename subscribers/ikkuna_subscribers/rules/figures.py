@@ -6,18 +6,6 @@ from itertools import pairwise
 from ikkuna.diagnosis import History, TimeSeries
 from ikkuna.diagnosis.history import middle
 
-__all__ = [
-    "gradient_growth",
-    "gradient_scales",
-    "guessing_loss",
-    "median_ratio",
-    "noise_of_loss",
-    "scale_of_loss",
-    "sources",
-    "stays_below",
-]
-
-
 _STATISTICS = {
     "norm2": "NormSubscriber",
     "mean": "MeanSubscriber",

@@ -8,17 +8,6 @@ from ikkuna.diagnosis.history import middle
 from ikkuna.diagnosis.mistakes import EXPLODING_GRADIENT, NO_GRADIENT, VANISHING_GRADIENT
 from ikkuna_subscribers.rules.figures import gradient_growth, gradient_scales, sources
 
-__all__ = [
-    "ClippedHardRule",
-    "ExplodingGradientRule",
-    "GradientSpikeRule",
-    "NoGradientRule",
-    "NotZeroedRule",
-    "ScalerSkipsRule",
-    "VanishingGradientRule",
-    "ZeroGradientRule",
-]
-
 
 class ExplodingGradientRule(Rule, mistake=EXPLODING_GRADIENT):
     """At the first step the gradient of a weight matrix is far larger than that of the last one.

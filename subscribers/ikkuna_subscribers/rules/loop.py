@@ -6,16 +6,6 @@ from collections.abc import Iterator
 from ikkuna.diagnosis import History, Rule, Score, TimeSeries
 from ikkuna_subscribers.rules.figures import gradient_growth, sources
 
-__all__ = [
-    "AllGradientsZeroRule",
-    "ClippedBeforeUnscalingRule",
-    "EvaluationInTrainingModeRule",
-    "GradientsClearedRule",
-    "ScalerBypassedRule",
-    "StepWithoutGradientsRule",
-    "WeightsRestoredRule",
-]
-
 _NOTHING_LEARNED = frozenset(
     (
         *("no_learning", "ignores_input", "class_collapse", "zero_gradient", "never_moves", "no_gradient"),

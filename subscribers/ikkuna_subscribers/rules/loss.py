@@ -12,17 +12,6 @@ from ikkuna.numerics.spike_score import LIMIT
 from ikkuna_subscribers.predictions import PredictionSubscriber
 from ikkuna_subscribers.rules.figures import guessing_loss, noise_of_loss, scale_of_loss, sources
 
-__all__ = [
-    "DivergesRule",
-    "LogitGrowthRule",
-    "LossAtInitRule",
-    "LossScaleRule",
-    "LossSpikeRule",
-    "NoLearningRule",
-    "OverfitRule",
-    "PlateauRule",
-]
-
 
 class DivergesRule(Rule):
     """The loss, median of ten steps, stays above its level at the start: training made it worse.

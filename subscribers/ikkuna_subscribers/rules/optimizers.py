@@ -9,8 +9,6 @@ from ikkuna_subscribers.activations import ModuleStateSubscriber
 from ikkuna_subscribers.rules.figures import sources
 from ikkuna_subscribers.training import OptimizerStateSubscriber
 
-__all__ = ["FrozenInsideRule", "NotInOptimizerRule", "OptimizerResetRule", "UntiedWeightsRule"]
-
 
 class OptimizerResetRule(Rule):
     """The optimizer's own count of steps does not grow: it is created again, and its state is lost.

@@ -11,9 +11,6 @@ from ikkuna.diagnosis import History, Network, Rule, Score
 from ikkuna_subscribers.fingerprint import REPLICATED, ReplicaSubscriber
 from ikkuna_subscribers.rules.figures import sources
 
-__all__ = ["RanksDifferRule"]
-
-
 _UNEQUAL = {f"{kind}_ranks_unequal": kind for kind in REPLICATED}
 
 

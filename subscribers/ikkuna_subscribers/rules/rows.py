@@ -8,15 +8,6 @@ from ikkuna_subscribers.input_rows import InputRowsSubscriber
 from ikkuna_subscribers.predictions import PredictionSubscriber
 from ikkuna_subscribers.rules.figures import sources
 
-__all__ = [
-    "BatchTwiceRule",
-    "ContradictingLabelsRule",
-    "EvaluationInputsRule",
-    "RepeatedBatchRule",
-    "SameOrderRule",
-    "TrainingRowsEvaluatedRule",
-]
-
 _EVALUATIONS = ("testing", "validation")
 _FIRST = 8  # steps that are all sampled
 

@@ -10,8 +10,6 @@ from ikkuna.diagnosis.history import middle
 from ikkuna_subscribers.rules.figures import sources
 from ikkuna_subscribers.training import OptimizerStateSubscriber
 
-__all__ = ["BetasRule", "DecayDominatesRule", "EpsilonRule", "SchedulePastEndRule"]
-
 
 class BetasRule(Rule):
     r"""The optimizer averages gradients over a longer time than their squares: the two betas are exchanged.

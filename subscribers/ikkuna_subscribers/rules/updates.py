@@ -9,16 +9,6 @@ from ikkuna.diagnosis.history import middle
 from ikkuna_subscribers.rules.figures import guessing_loss, median_ratio, noise_of_loss, sources
 from ikkuna_subscribers.updates import RatioSubscriber
 
-__all__ = [
-    "LostUpdatesRule",
-    "LrTooHighRule",
-    "LrTooLowRule",
-    "LrVanishedRule",
-    "NeverMovesRule",
-    "UpdateRatioRule",
-    "WeightDecayRule",
-]
-
 
 class LostUpdatesRule(Rule):
     """Most elements of the weights with a gradient do not change in a step, because the weights' dtype rounds the update away.
