@@ -11,6 +11,14 @@ LATER = cases("later")
 FAULTS = {name: case for name, case in LATER.items() if not case.healthy}
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def test_there_are_enough_kinds_and_families():
     knowable = [case for case in FAULTS.values() if case.knowable]
     assert len(knowable) >= 70
@@ -21,10 +29,8 @@ def test_no_program_is_in_both_sets():
     assert not set(LATER) & set(cases("first"))
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_label_states_cause_and_reason(name):
-    assert FAULTS[name].cause
-    assert FAULTS[name].why
+def test_a_label_states_cause_and_reason():
+    assert not [name for name, case in FAULTS.items() if not (case.cause and case.why)]
 
 
 @pytest.mark.parametrize("name", LATER)
