@@ -7,6 +7,7 @@ import ast
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from itertools import takewhile
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT))  # the tests are not installed
 from tests.diagnosis.real_errors import distributed  # noqa: E402
 from tests.diagnosis.real_errors.errors import ERRORS  # noqa: E402
-from tests.diagnosis.unseen import cases, judge  # noqa: E402
+from tests.diagnosis.unseen import SETS, cases, judge  # noqa: E402
 from tests.faults import FAULTS, LEFT_OUT, SECTIONS  # noqa: E402
 
 KINDS = {  # kind → description, and when it is recorded
@@ -313,13 +314,43 @@ def unseen_accused() -> str:
     return table(head, rows, widths="20 20 10 50")
 
 
-def unseen_missed() -> str:
+def missed(results: str, judgements: str) -> str:
     """Return the table of knowable mistakes whose cause is not named at *warning* or above."""
-    verdicts = judge.verdicts(judge.load("results.json"), judge.load("judgements.json"))
-    missed = [(cases()[name], verdict) for name, verdict in verdicts.items() if judge.ORDER.index(verdict) > 1]
+    known = cases(*SETS)
+    verdicts = judge.verdicts(judge.load(results), judge.load(judgements))
+    rows = [(known[name], verdict) for name, verdict in verdicts.items() if judge.ORDER.index(verdict) > 1]
     return table(
-        ("family", "mistake", "verdict"), [(c.family, c.cause, v) for c, v in missed if c.knowable], widths="20 65 15"
+        ("family", "mistake", "verdict"), [(c.family, c.cause, v) for c, v in rows if c.knowable], widths="20 65 15"
     )
+
+
+def later() -> str:
+    """Return the verdicts on the mistakes of the later set."""
+    head, *rows = judge.table(judge.load("later_results.json"), judge.load("later_judgements.json"))
+    return table(head, rows)
+
+
+def configurations() -> str:
+    """Return the counts of healthy configurations by family, and of those with a warning or an error."""
+    runs = judge.load("configurations.json").values()
+    counts = Counter(run["family"] for run in runs)
+    accused = Counter(run["family"] for run in runs if run["found"])
+    rows = [(family, str(counts[family]), str(accused[family])) for family in sorted(counts)]
+    return table(
+        ("family", "configurations", "with a warning or an error"),
+        [*rows, ("all", str(counts.total()), str(accused.total()))],
+    )
+
+
+def configurations_accused() -> str:
+    """Return the table of warnings and errors on healthy configurations, with the judgement of each."""
+    why = judge.load("configurations_judgements.json")
+    rows = [
+        (name, f"``{rule}``", why[name][rule])
+        for name, run in judge.load("configurations.json").items()
+        for rule in sorted({found["rule"] for found in run["found"]})
+    ]
+    return table(("configuration", "finding", "judgement"), rows, widths="25 20 55")
 
 
 def _sentence(text: str) -> str:
@@ -341,7 +372,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "errors-not-rebuilt": errors_not_rebuilt,
     "unseen": unseen,
     "unseen-reports": unseen_reports,
-    "unseen-missed": unseen_missed,
+    "unseen-missed": partial(missed, "results.json", "judgements.json"),
+    "later": later,
+    "later-missed": partial(missed, "later_results.json", "later_judgements.json"),
+    "configurations": configurations,
+    "configurations-accused": configurations_accused,
     "unseen-accused": unseen_accused,
     "gather": gather,
     "metric-pages": metric_pages,

@@ -5,6 +5,7 @@ import torch
 
 from tests.diagnosis.unseen import cases
 from tests.diagnosis.unseen.configurations import configurations
+from tests.diagnosis.unseen.judge import COLUMNS, accused, fits, load
 from tests.diagnosis.unseen.recipes import Draw
 
 LATER = cases("later")
@@ -54,3 +55,28 @@ def test_a_seed_decides_settings_and_weights(configuration):
     first, second = (configuration.build(draw).model.state_dict() for draw in draws)
     assert draws[0].settings == draws[1].settings
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_every_stored_result_is_judged():
+    results, judgements = load("later_results.json"), load("later_judgements.json")
+    assert set(results) == set(LATER)
+    assert set(judgements) <= set(LATER)
+    for name, found in accused(results).items():
+        assert {f["rule"] for _, f in found} <= set(judgements[name]["false"]), name
+
+
+def test_every_judgement_is_about_something_that_was_found():
+    results = load("later_results.json")
+    for name, judged in load("later_judgements.json").items():
+        for entry in (*judged.get("right", ()), *judged.get("symptom", ())):
+            assert any(fits(entry, column, found) for column in COLUMNS for found in results[name][column]), (
+                name,
+                entry,
+            )
+
+
+def test_every_accused_configuration_is_judged():
+    runs, why = load("configurations.json"), load("configurations_judgements.json")
+    assert len(runs) >= 600
+    accused_runs = {name: {found["rule"] for found in run["found"]} for name, run in runs.items() if run["found"]}
+    assert {name: set(rules) for name, rules in why.items()} == accused_runs
