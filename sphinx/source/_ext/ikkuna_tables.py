@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
@@ -330,6 +330,35 @@ def later() -> str:
     return table(head, rows)
 
 
+def peers() -> str:
+    """Return the counts of alarms and of named causes of other tools, and those of ikkuna."""
+    known, named, texts = cases("later"), judge.load("peers_named.json"), judge.load("peers.json")
+    results = judge.load("later_results.json")
+    verdicts = judge.verdicts(results, judge.load("later_judgements.json"))
+
+    def row(tool: str, alarmed: set[str], causes: Collection[str]) -> tuple[str, ...]:
+        healthy = {name for name in alarmed if known[name].healthy}
+        faults = {name for name in alarmed if known[name].knowable} - healthy
+        return tool, str(len(causes)), str(len(faults)), str(len(healthy))
+
+    rows = [
+        row(
+            tool,
+            {name for name, by in texts.items() if by[tool] and not by[tool][0].startswith("stopped")},
+            named[tool],
+        )
+        for tool in named
+    ]
+    loud = {
+        name for name, by in results.items() if any(f["severity"] in judge.LOUD for c in judge.COLUMNS for f in by[c])
+    }
+    own = [name for name, verdict in verdicts.items() if judge.ORDER.index(verdict) < 2]
+    healthy = sum(case.healthy for case in known.values())
+    knowable = sum(case.knowable for case in known.values()) - healthy
+    head = ("tool", "cause named", f"alarm on one of {knowable} faults", f"alarm on one of {healthy} healthy programs")
+    return table(head, [row("ikkuna", loud, own), *rows])
+
+
 def configurations() -> str:
     """Return the counts of healthy configurations by family, and of those with a warning or an error."""
     runs = judge.load("configurations.json").values()
@@ -375,6 +404,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "unseen-missed": partial(missed, "results.json", "judgements.json"),
     "later": later,
     "later-missed": partial(missed, "later_results.json", "later_judgements.json"),
+    "peers": peers,
     "configurations": configurations,
     "configurations-accused": configurations_accused,
     "unseen-accused": unseen_accused,
