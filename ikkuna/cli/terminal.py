@@ -232,8 +232,23 @@ def _run_without_values(path: Path) -> str | None:
     return text
 
 
-def chosen_run(path: str, terminal: Terminal) -> str:
-    """Return the newest run of a directory of runs, and say so; any other path is returned itself."""
+def chosen_run(path: str, terminal: Terminal, needs_values: bool = True) -> str:
+    """Return the newest run of a directory of runs, and say so; any other path is returned itself.
+
+    Parameters
+    ----------
+    path : str
+        A run or a directory of runs.
+    terminal : Terminal
+        Shows the choice.
+    needs_values : bool
+        Whether a run without values is an error, and not only one without anything.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such run.
+    """
     from ikkuna.errors import ConfigError
     from ikkuna.store.run_contents import find_files
 
@@ -243,7 +258,7 @@ def chosen_run(path: str, terminal: Terminal) -> str:
         if not (runs := runs_by_age(Path(path))):
             if path == _DEFAULT and not Path(path).exists():
                 raise ConfigError(f"there is no directory '{_DEFAULT}' here; pass the path of a run") from None
-            if (empty := _run_without_values(Path(path))) is not None:
+            if needs_values and (empty := _run_without_values(Path(path))) is not None:
                 raise ConfigError(empty) from None
             return path  # the reader raises the error
         count = f"{len(runs)} runs, of which the newest is" if len(runs) > 1 else "the run"

@@ -24,8 +24,10 @@ _KEPT = 1 << 14  # rows, and a sixteenth of it batches
 class InputRowsSubscriber(PlotSubscriber):
     """Which rows of the inputs are equal to others, to the last bit, and which of these have different labels.
 
-    Takes ``input_data`` and ``input_labels`` of all passes.  Up to 64 evenly spaced rows of a batch are hashed, see
-    `ikkuna.numerics.bits.row_words`, and up to 16,384 hashes of rows of the training are kept.  Publishes
+    Takes ``input_data`` and ``input_labels`` of all passes; publishes ``input_rows_contradicted``, ``input_rows_known``,
+    ``input_batch_age``, ``input_batch_repeats``, ``input_rows_mean`` and ``input_rows_deviation``, in shares, steps and the unit of the
+    inputs.  Up to 64 evenly spaced rows of a batch are hashed, see `ikkuna.numerics.bits.row_words`, and up to 16,384 hashes of rows of
+    the training are kept.
 
     * ``input_rows_contradicted``: the share with another label among the rows that equal another row of the batch;
       labels are classes, one for each row, or zeros and ones; labels that are the same in each batch are left out

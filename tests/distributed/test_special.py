@@ -37,11 +37,12 @@ def same(a, b):
     return a.keys() == b.keys() and all(a[k] == b[k] or (math.isnan(a[k]) and math.isnan(b[k])) for k in a)
 
 
-# What a rank cannot know of the others' data: a spectrum of all activations, quantiles of one rank's sample of them; figures of outputs.
+# What a rank cannot know of the others' data: a spectrum of all activations, quantiles of one rank's sample of them; figures of outputs;
+# which rows the others have.
 # The scale of integers is that of one rank's data as well.
 OF_ONE_RANK = (
     *("RankSubscriber-activations", "PredictionSubscriber", "QuantizationSubscriber-int8"),
-    *("DimensionSubscriber", "DimensionSubscriber-gradients"),
+    *("DimensionSubscriber", "DimensionSubscriber-gradients", "InputRowsSubscriber"),
 )
 # What each rank computes before it is reduced, which one process never has, and what is made of it.
 BEFORE_REDUCTION = ("micro_gradients", "GradientNoiseScale", "GradientSNR")

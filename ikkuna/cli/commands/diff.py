@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         raise ConfigError(f"--tolerance needs a number of at least 0, got {options.tolerance}")
     if options.output:
         page_target(options.output)
-    one, other = (chosen_run(path, terminal) for path in (options.first, options.second))
+    one, other = (chosen_run(path, terminal, options.replay is None) for path in (options.first, options.second))
     if options.replay is not None:
         return _replay(options, terminal, Path(one), Path(other))
     repeats = [chosen_run(path, terminal) for path in options.repeat]

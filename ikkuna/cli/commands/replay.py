@@ -95,7 +95,7 @@ def _chosen_dump(options: argparse.Namespace, terminal: Terminal) -> "Dump":
     path = Path(options.path)
     if (path / INDEX).exists() or options.step is None:
         return read_dump(path)
-    run = Path(chosen_run(options.path, terminal))
+    run = Path(chosen_run(options.path, terminal, needs_values=False))
     dumps = {index.parent: int(index.parent.name.split("_")[1]) for index in sorted(run.glob(f"dumps/step_*/{INDEX}"))}
     if not (found := [dump for dump, step in dumps.items() if step == options.step]):
         there = f"; there are dumps of the steps {', '.join(map(str, sorted(set(dumps.values()))))}" if dumps else ""
