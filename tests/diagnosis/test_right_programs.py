@@ -597,6 +597,31 @@ def test_a_network_that_uses_a_graph_does_not_leak(network):
     assert "graph" in found.skipped["batch_leak"]
 
 
+class TimeFirst(nn.Module):
+    """Outputs of (time, sample, class), as CTC takes them."""
+
+    def __init__(self, mixes):
+        super().__init__()
+        self.rnn, self.head, self.mixes = nn.GRU(3, 8, batch_first=True), nn.Linear(8, 4), mixes
+
+    def forward(self, x):
+        hidden = self.rnn(x)[0]
+        return self.head(hidden + self.mixes * hidden.mean(0)).transpose(0, 1)
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.parametrize("times", [6, 8])
+def test_outputs_may_have_as_many_times_as_samples(times, mixes):
+    x, y = torch.randn(8, times, 3), torch.randint(1, 4, (8, 2))
+
+    def loss(outputs, targets):
+        lengths = (torch.full((len(targets),), length) for length in (times, 2))
+        return nn.functional.ctc_loss(outputs.log_softmax(-1), targets, *lengths)
+
+    found = {finding.rule for finding in ikkuna.preflight(TimeFirst(mixes), (x, y), loss)}
+    assert ("batch_leak" in found) == mixes
+
+
 def test_samples_that_are_compared_within_the_network_leak():
     """The matrix of samples times samples is computed from the inputs."""
 

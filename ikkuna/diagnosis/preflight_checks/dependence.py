@@ -233,7 +233,9 @@ def _change(
         return tensor if axis is None else function(tensor, axis)
 
     before, after = trial.evaluated, trial.evaluate(trial.batch.map(changed)).output
-    layouts = [(by_sample(before, size, axis), by_sample(after, size, axis)) for axis in range(preferred + 1)]
+    fits_both = before.shape[:2] == (size, size)  # as in outputs for CTC, with as many times as samples
+    axes = range(2 if fits_both else preferred + 1)
+    layouts = [(by_sample(before, size, axis), by_sample(after, size, axis)) for axis in axes]
     changes = [
         relative_change(a[part], (b.flip(0) if is_reversed else b)[part], before)
         for a, b in layouts
