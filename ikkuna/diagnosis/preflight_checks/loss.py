@@ -49,20 +49,28 @@ def loss_at_init(trial: Trial) -> Iterator[Finding]:
     """Find a cross-entropy before the first update that is far above that of a guess, the logarithm of the classes.
 
     The excess must also be twice its standard error, because the scores of few samples vary.
-    If the usual initialisation of the last layer explains the excess, the finding is an info.
+    It is a warning if the inputs are not scaled, or if the weights of the last layer are larger than any usual initialisation makes them.
+    A usual one may explain the excess, and a network that was trained on other labels, or has scaled cosines, begins certain and wrong.
     """
     losses, guess = _cross_entropies(trial)
     entropy = float(losses.mean()) if losses.numel() else math.nan
     error = float(losses.std()) / math.sqrt(losses.numel()) if losses.numel() > 1 else math.inf
     if math.isfinite(entropy) and entropy > _EXCESS * guess and entropy - guess > max(_GAP, 2 * error):
-        is_explained = entropy <= _explained_loss(trial)
-        reason = "the last layer begins with large weights" if is_explained else "the model is certain and wrong"
+        explained, is_scaled = _explained_loss(trial), not any(input_scale(trial))
+        if is_large := 0 < explained <= guess:
+            reason = "the weights of the last layer are larger than any usual initialisation makes them"
+        elif entropy <= explained:
+            reason = "the last layer begins with large weights"
+        else:
+            reason = "the model is certain and wrong" + ", as one that was trained on other labels" * is_scaled
         detail = f"It is {entropy:.3g}, and that of a guess {guess:.3g}: {reason}."
-        yield LOSS_AT_INIT.found(entropy / guess, detail=detail, at_most="info" if is_explained else "error")
+        yield LOSS_AT_INIT.found(
+            entropy / guess, detail=detail, at_most="info" if is_scaled and not is_large else "warning"
+        )
 
 
 def _explained_loss(trial: Trial) -> float:
-    """Return the cross-entropy that the weights of the last layer explain if they have a usual scale; 0 without a layer."""
+    """Return the cross-entropy that the last weights explain; that of a guess if they are too large, and 0 without any."""
     is_binary = isinstance(trial.loss, nn.BCEWithLogitsLoss)
     classes = trial.output.shape[-1] if is_binary else trial.classification.classes
     weights = (p for call in reversed(trial.first_step.record.calls) for p in call.module.parameters(recurse=False))
