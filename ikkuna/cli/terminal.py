@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
@@ -218,6 +219,8 @@ def runs_by_age(directory: Path) -> list[Path]:
 
 def _run_without_values(path: Path) -> str | None:
     """Return what is known of a run whose first sampled step is not complete, or of the last such run of a directory."""
+    from ikkuna.errors import DumpError
+    from ikkuna.flight_recorder.dump_reading import read_dump
     from ikkuna.store import find_runs
     from ikkuna.store.run_directory import RUN_FILE
 
@@ -226,9 +229,10 @@ def _run_without_values(path: Path) -> str | None:
         return None
     text = f"'{runs[-1]}' has no value: its training is in its first step, or ended there"
     for dump in sorted((runs[-1] / "dumps").glob("*/dump.json"))[-1:]:
-        reason = json.loads(dump.read_text(encoding="utf-8"))["reasons"][0]
-        text += f", with {reason}; 'ikkuna replay {dump.parent}' shows the batch; ikkuna.preflight(model, batch, loss, optimizer) names "
-        text += "the cause of many errors of a first step"
+        with suppress(DumpError):  # a dump that cannot be read says nothing of the run
+            text += f", with {', '.join(read_dump(dump.parent).reasons[:1])}"
+        text += f"; 'ikkuna replay {dump.parent}' shows the batch; "
+        text += "ikkuna.preflight(model, batch, loss, optimizer) names the cause of many errors of a first step"
     return text
 
 

@@ -178,7 +178,9 @@ def test_a_run_that_ended_in_its_first_step_says_what_ended_it(tmp_path, monkeyp
     dump = tmp_path / "run" / "run0001" / "dumps" / "step_000000"
     dump.mkdir(parents=True)
     write_run_file(tmp_path / "run" / "run0001", RunFile("1a2b", {}, created="2026-01-01"))
-    (dump / "dump.json").write_text('{"reasons": ["IndexError: Target 10 is out of bounds."]}', encoding="utf-8")
+    facts = {"format": 1, "step": 0, "reasons": ["IndexError: Target 10 is out of bounds."], "options": {"every": 1}}
+    facts |= {"findings": [], "rules": [], "files": {}, "left_out": {}}
+    (dump / "dump.json").write_text(json.dumps(facts), encoding="utf-8")
     for command in ("check", "summary", "report"):
         assert cli.main([command]) == 2
         error = capsys.readouterr().err
@@ -187,3 +189,6 @@ def test_a_run_that_ended_in_its_first_step_says_what_ended_it(tmp_path, monkeyp
             in error
         )
         assert "'ikkuna replay run/run0001/dumps/step_000000' shows the batch; ikkuna.preflight(" in error
+    (dump / "dump.json").write_text("{}", encoding="utf-8")
+    assert cli.main(["check"]) == 2
+    assert "or ended there; 'ikkuna replay" in capsys.readouterr().err

@@ -61,8 +61,10 @@ def loss_at_init(trial: Trial) -> Iterator[Finding]:
             reason = "the weights of the last layer are larger than any usual initialisation makes them"
         elif entropy <= explained:
             reason = "the last layer begins with large weights"
+        elif is_scaled:
+            reason = "the model is certain and wrong, as one that was trained on other labels"
         else:
-            reason = "the model is certain and wrong" + ", as one that was trained on other labels" * is_scaled
+            reason = "the model is certain and wrong"
         detail = f"It is {entropy:.3g}, and that of a guess {guess:.3g}: {reason}."
         yield LOSS_AT_INIT.found(
             entropy / guess, detail=detail, at_most="info" if is_scaled and not is_large else "warning"

@@ -266,8 +266,8 @@ class NonFiniteRule(Rule, mistake=NONFINITE):
         """Yield 1 for the module that comes first, or for the network if only the loss is not finite."""
         if history.memory[self.name].get("found"):
             return
-        found = self._inputs(history) or self._producer(history) or self._module(history) or self._loss(history)
-        found = found or self._gradient(history)
+        places = self._inputs, self._producer, self._module, self._loss, self._gradient
+        found = next(filter(None, (place(history) for place in places)), None)
         history.memory[self.name]["found"] = found is not None
         yield found or Score(0.0, 0.0)
 

@@ -155,7 +155,7 @@ class SameOrderRule(_RowRule):
 
     Windows of one long text, and steps on all data, do this on purpose; the finding is therefore only an info.
     Threshold: a fact, for 3 samples in a row, whose batches are not those of the sample before.
-    Cannot see: batches that are augmented; a batch that comes again after more than 2,048 sampled ones.
+    Cannot see: batches that are augmented; a batch that comes again after more than 1,024 sampled ones.
     """
 
     name = "same_order"
