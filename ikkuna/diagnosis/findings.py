@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from ikkuna.printable import printable
-from ikkuna.store.finding import SEVERITIES, Finding
+from ikkuna.store.finding import LATER_STEPS, SEVERITIES, Finding
 from ikkuna.store.sparkline import svg_sparkline
 
 STYLES = {"info": ("blue",), "warning": ("bold", "yellow"), "error": ("bold", "red")}
@@ -222,7 +222,7 @@ _STATES = 200  # of which the earliest can be restored
 class FindingList:
     """The findings so far, one for each cause.
 
-    A further finding of a rule adds its module to the finding of that rule.
+    A further finding of a rule adds its module, or the step at which it is seen again, to the finding of that rule.
     A finding of a rule that another finding explains becomes a consequence of that finding, which has the highest of their severities.
     A mistake that shows at step 0, before the first update, is not a consequence of one that begins later.
 
@@ -332,6 +332,8 @@ class FindingList:
         modules = known.modules or ((known.module,) if known.module else ())
         if finding.module and finding.module not in modules:
             known = replace(known, modules=(*modules, finding.module))
+        elif finding.step is not None and finding.step not in (known.step, *known.again):
+            known = replace(known, again=(*known.again, finding.step)[-LATER_STEPS:])
         self.causes[finding.rule] = replace(known, ended=None)
 
     def _fold(self, rule: str, cause: str, severity: str) -> None:

@@ -6,7 +6,7 @@ Each line is a JSON object with ``event``, ``step`` (the one at whose end it was
 event         further fields
 ============= =====================================================================================================
 ``opened``    ``finding``: all fields of a :class:`~ikkuna.store.finding.Finding`
-``changed``   ``rule``, ``severity``, ``modules``, ``consequences``, ``ended`` and ``against`` of a finding that is known
+``changed``   ``rule``, ``severity``, ``modules``, ``consequences``, ``ended``, ``against`` and ``again`` of a known finding
 ``ended``     the same; the rule does not see the mistake any more
 ``explained`` ``rule``: the finding has become a consequence of another one
 ``judged``    ``judged``, ``skipped``, ``needed``, ``note`` and ``mute``: which rules could judge, why others could not, what is muted
@@ -30,7 +30,7 @@ from ikkuna.store.run_directory import CONTROL_FILE, SamplingRequest
 from ikkuna.support.failures import suppressed
 
 _Check = Callable[[Any], bool]
-_CHANGING = ("severity", "modules", "consequences", "ended", "against")
+_CHANGING = ("severity", "modules", "consequences", "ended", "against", "again")
 
 
 def changes(before: Mapping[str, Finding], after: Mapping[str, Finding]) -> Iterator[dict[str, Any]]:
@@ -131,7 +131,7 @@ def _finding(fields: object) -> Finding | None:
     if not all(_FIELDS[name](value) for name, value in known.items()):
         return None
     known["evidence"] = tuple((place, float(value)) for place, value in fields["evidence"])
-    for name in ("modules", "consequences", "against"):
+    for name in ("modules", "consequences", "against", "again"):
         known[name] = tuple(fields.get(name, ()))
     if known.get("value") is not None:
         known["value"] = float(known["value"])
@@ -180,6 +180,7 @@ _FIELDS: dict[str, _Check] = {
     **dict.fromkeys(("module", "kind"), _or_none(_is_text)),
     **dict.fromkeys(("step", "ended"), _or_none(_is_whole)),
     **dict.fromkeys(("modules", "consequences", "against"), _list_of(_is_text)),
+    "again": _list_of(_is_whole),
     "severity": lambda value: _is_text(value) and value in SEVERITIES,
     "value": _or_none(_is_number),
     "limits": _or_none(lambda value: _is_pair(value) and all(map(_is_number, value))),

@@ -52,6 +52,7 @@ _FINDING = checks.record(
         "evidence": checks.list_of(checks.pair_of(checks.one_of(_STEP, checks.text), checks.number)),
         "modules": _TEXTS,
         "consequences": _TEXTS,
+        "again": checks.list_of(_STEP),
     },
 )
 _INDEX = checks.record(

@@ -1,5 +1,6 @@
 """Keeps the last steps of an exporter, and writes them to a dump when something goes wrong."""
 
+import math
 import os
 import platform
 import sys
@@ -34,8 +35,8 @@ from ikkuna.printable import listed
 from ikkuna.store.finding import SEVERITIES, Finding
 from ikkuna.support.failures import error_text, log, suppressed
 
-AT_END = 2
-"""The importance of a dump at the end of the process."""
+OF_NUMBERS, OF_RULE, NOT_FINITE, AT_END = range(4)
+"""The importance of a dump: because of a loss, a finding, the first NaN or Inf, or the end of the process."""
 
 _NANS, _INFS = COLUMN["nans"], COLUMN["infs"]  # these columns are neighbours
 _NONE = np.zeros(0, np.int64)
@@ -88,6 +89,7 @@ class CoolDown:
     """Decides whether an automatic dump is written, so that a run that is broken does not write dumps for ever.
 
     A dump that could not be written does not count.  One more dump than `limit` is kept for the end of the process.
+    A dump because of a loss or of a finding never delays the one because of NaN or Inf, which end most trainings.
 
     Parameters
     ----------
@@ -104,6 +106,8 @@ class CoolDown:
     [10, 150, 301]
     >>> written(CoolDown(steps=100, limit=2), (10, 0), (11, 1), (12, 1))
     [10, 11]
+    >>> written(CoolDown(steps=100, limit=3), (10, OF_RULE), (11, NOT_FINITE), (12, OF_RULE), (13, NOT_FINITE), (111, NOT_FINITE))
+    [10, 11, 111]
     """
 
     def __init__(self, steps: int, limit: int) -> None:
@@ -145,7 +149,6 @@ class CoolDown:
 
 
 _LAST_WORDS = 5.0  # seconds for a dump of a process that ends
-_OF_NUMBERS, _OF_RULE = range(2)  # the importance of a dump; that of `AT_END` is larger
 _HISTOGRAM_BYTES = 1 << 19
 _SMALL_BURST = 1 << 20
 _QUIET = frozenset(("activations", "layer_inputs", "input_data", "network_output"))  # may contain Inf on purpose
@@ -185,6 +188,7 @@ class FlightRecorder(StepObserver):
         self._nonfinite, self._spike, self._has_spiked = NonFiniteTrigger(), SpikeScore(), False
         self._cool_down = CoolDown(options.cool_down, options.max_dumps)
         self._reasons: list[str] = []
+        self._importance = OF_NUMBERS
         self._findings: list[Finding] = []
         self._burst: Burst | None = None
         self._process = os.getpid()
@@ -244,7 +248,11 @@ class FlightRecorder(StepObserver):
     def _score(self, loss: float) -> None:
         was_spike, self._has_spiked = self._has_spiked, self._spike.add(loss) > LIMIT
         if self._has_spiked and not was_spike:
-            self._reasons.append(f"the loss jumped to {loss:.6g}")
+            self._add_reason(f"the loss jumped to {loss:.6g}", OF_NUMBERS if math.isfinite(loss) else NOT_FINITE)
+
+    def _add_reason(self, reason: str, importance: int) -> None:
+        self._reasons.append(reason)
+        self._importance = max(self._importance, importance)
 
     def _keep(self, rows: Rows, event: NetworkMessage) -> None:
         loss = self._steps.add(rows, event)
@@ -261,7 +269,7 @@ class FlightRecorder(StepObserver):
         nans = rows.values[:, COLUMN["nans"]]
         named = [str(rows.keys[row][0]) for row in bad if nans[row] or rows.keys[row][0].kind not in _QUIET]
         if named:
-            self._reasons.append(f"NaN or Inf in {listed(named, 3)}")
+            self._add_reason(f"NaN or Inf in {listed(named, 3)}", NOT_FINITE)
 
     def step_delivered(self, stamp: Stamp) -> None:
         """Write a dump if something went wrong in this step."""
@@ -271,7 +279,8 @@ class FlightRecorder(StepObserver):
             return
         try:
             reasons, self._reasons = self._reasons, []
-            self._write_if_allowed(reasons, _OF_RULE if self._findings else _OF_NUMBERS, has_burst=True)
+            importance, self._importance = self._importance, OF_NUMBERS
+            self._write_if_allowed(reasons, importance, has_burst=True)
             self._findings = []
         except Exception as error:
             self._context.error_guard.report_internal("writing a dump", error)
@@ -295,7 +304,7 @@ class FlightRecorder(StepObserver):
     def found(self, finding: Finding) -> None:
         """Write a dump at the end of the step if a finding is severe enough."""
         if SEVERITIES.index(finding.severity) >= SEVERITIES.index(self.options.severity):
-            self._reasons.append(str(finding))
+            self._add_reason(str(finding), OF_RULE)
             self._findings.append(finding)
 
     def dump(self, reason: str, timeout: float) -> Path | None:
@@ -312,7 +321,7 @@ class FlightRecorder(StepObserver):
 
     def signal_arrived(self, name: str, is_end: bool) -> None:
         """Write a dump, and wait for it, because the signal may end the process; `is_end` is whether it usually does."""
-        job = self._write_if_allowed([f"signal {name}"], AT_END if is_end else _OF_RULE)
+        job = self._write_if_allowed([f"signal {name}"], AT_END if is_end else OF_RULE)
         if job is not None:
             self._writer.wait(job, _LAST_WORDS)
 

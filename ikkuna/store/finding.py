@@ -10,6 +10,8 @@ from ikkuna.store.sparkline import text_sparkline
 
 SEVERITIES = ("info", "warning", "error")
 _NAMED = 12  # modules
+LATER_STEPS = 12
+"""The number of steps in `Finding.again`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class Finding:
         The class of the user's program that contains the module, with its file and line, such as ``"Block, net.py:12"``.
     against : tuple of str
         What was looked at and speaks against the finding.
+    again : tuple of int
+        The last 12 later steps at which the mistake began again in the same module, such as those of further spikes.
 
     Raises
     ------
@@ -88,6 +92,7 @@ class Finding:
     class_name: str = ""
     source: str = ""
     against: tuple[str, ...] = ()
+    again: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.severity not in SEVERITIES:
@@ -125,6 +130,7 @@ class Finding:
         found += [
             ("It also explains", ", ".join(self.consequences)),
             ("Against it", "; ".join(self.against)),
+            ("Again", f"at step{'s' * (len(self.again) > 1)} {', '.join(map(str, self.again))}" * bool(self.again)),
             ("Over", ended),
         ]
         return [(label, text.rstrip(".")) for label, text in (*found, ("Try", self.advice)) if text]

@@ -267,6 +267,14 @@ def test_a_run_that_is_broken_does_not_write_dumps_for_ever(tmp_path):
     assert reasons == ["the loss jumped", "RuntimeError: f", "the loss jumped"]
 
 
+def test_nan_writes_a_dump_shortly_after_another_one(tmp_path):
+    loop = Loop(tmp_path, cool_down=200, burst=0).run(60)
+    loop.run(1, factor=1e4).run(2).run(1, factor=2e4).run(2).run(1, factor=float("nan")).run(3)
+    dumps = loop.close()
+    assert [(dump.step, dump.reasons[0][:16]) for dump in dumps] == [(60, "the loss jumped "), (66, "the loss jumped ")]
+    assert "nan" in dumps[1].reasons[0]
+
+
 # -- durability ---------------------------------------------------------------------------------------------------
 
 KILLED = """

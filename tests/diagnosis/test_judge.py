@@ -55,6 +55,27 @@ def test_a_score_must_be_bad_for_as_many_judgements_as_the_patience(values, step
     assert [finding.step for finding in judge.findings] == steps
 
 
+@pytest.mark.parametrize("add", ["add", "defer"])
+def test_each_of_several_spikes_is_noticed_also_within_the_stride_of_the_rule(add):
+    spikes = (70, 73, 74, 120, 131)
+    judge = Judge(get_rules(["loss_spike"]), NETWORK)
+    announced = []
+    for step in range(140):
+        loss = 4.0 + step / 10 if step in spikes else 1 + 0.01 * (step * 7 % 10)
+        getattr(judge, add)("loss", None, step, loss)
+        announced += judge.finish_step(step)
+    [finding] = judge.findings
+    assert [each.step for each in announced] == [finding.step] == [70]
+    assert finding.again == (73, 120, 131)  # 74 belongs to 73
+    assert "Again: at steps 73, 120, 131." in finding.lines()
+
+
+def test_the_last_steps_at_which_a_mistake_began_again_are_kept():
+    judge = judged([AboveRule(patience=1)], [{"a": 2.0 * (step % 2), "b": 2.0 * (step == 4)} for step in range(40)])
+    [finding] = judge.findings
+    assert (finding.step, finding.modules, finding.again) == (1, ("a", "b"), tuple(range(17, 40, 2)))
+
+
 def test_a_mistake_is_announced_once_and_each_further_module_joins_it():
     judge = Judge([AboveRule(patience=1)], NETWORK)
     announced = []

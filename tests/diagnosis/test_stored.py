@@ -229,10 +229,11 @@ def small_entries():
 FINDINGS = st.dictionaries(
     st.sampled_from(["a", "b", "c"]),
     st.builds(
-        lambda modules, ended, value: Finding(
-            "", "info", "text", modules=modules, ended=ended, value=value, evidence=((1, value), ("fc", 2.0))
+        lambda modules, again, ended, value: Finding(
+            "", "info", "text", modules=modules, again=again, ended=ended, value=value, evidence=((1, value), ("fc", 2.0))
         ),
         st.lists(st.sampled_from(["x", "y"]), max_size=2).map(tuple),
+        st.lists(st.integers(0, 9), max_size=2).map(tuple),
         st.none() | st.integers(0, 9),
         st.sampled_from([0.5, math.inf, -math.inf]),
     ),

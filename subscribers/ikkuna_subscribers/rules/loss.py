@@ -85,13 +85,12 @@ class LossSpikeRule(Rule):
     advice = "lower the learning rate, clip gradients, look at the batch and at the learning rate of this step"
 
     def scores(self, history: History) -> Iterator[Score]:
-        """Yield the worst score of the losses since the last judgement."""
+        """Yield the scores of the losses since the last judgement, so that each of several spikes in a few steps is one."""
         memory = history.memory[self.name]
         before = memory.get("step", -1)
         fresh = [found for found in history.loss_scores if found[0] > before and found[2] > -math.inf]
-        if fresh:
-            memory["step"] = fresh[-1][0]
-            step, loss, score = max(fresh, key=lambda found: found[2])
+        for step, loss, score in fresh:
+            memory["step"] = step
             yield Score(min(score, 1e300) / self.deviations, loss, step=step)
 
 
