@@ -51,7 +51,7 @@ def weights_of_deviation_one():
             nn.init.normal_(module.weight, std=1.0)
     inputs = torch.randn(768, 64)
     labels = inputs[:, :3].argmax(1)
-    return classifier(model, loader(3 * inputs, labels), epochs=5, rate=1e-4)
+    return classifier(model, loader(inputs, labels), epochs=5, rate=1e-3)
 
 
 # --- architecture -----------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def frozen_but_decaying():
 
     data = loader(*blobs())
     return Program(
-        model, nn.CrossEntropyLoss(), data, torch.optim.AdamW(model.parameters(), 0.02, weight_decay=2.0), 5, loop
+        model, nn.CrossEntropyLoss(), data, torch.optim.AdamW(model.parameters(), 0.02, weight_decay=0.3), 5, loop
     )
 
 
@@ -278,7 +278,7 @@ def frozen_but_decaying():
     why="frozen random features are used on purpose too; that a file was read in vain happens before the training",
 )
 def nothing_was_loaded():
-    trained = nn.Sequential(nn.Linear(2, 64), nn.Tanh())
+    trained = nn.Sequential(nn.Linear(2, 16), nn.Tanh())
     model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 3))
     model.load_state_dict({f"module.{name}": value for name, value in trained.state_dict().items()}, strict=False)
     model[0].requires_grad_(False)

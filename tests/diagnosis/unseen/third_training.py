@@ -165,8 +165,7 @@ def optimizer_of_the_original():
 def head_not_in_the_optimizer():
     inputs, labels = blobs()
     model = mlp(20, 5)
-    nn.init.normal_(model[4].weight, std=0.01)
-    optimizer = torch.optim.SGD(model[:4].parameters(), 0.05)
+    optimizer = torch.optim.Adam(model[:4].parameters(), 3e-3)
     return fitted(model, optimizer, stepping(), data=loader(inputs, labels), loss=nn.CrossEntropyLoss())
 
 
@@ -230,7 +229,7 @@ def updates_lost_in_bfloat16():
     inputs, targets = waves()
     model = mlp(8, 1).bfloat16()
     data = loader(inputs.bfloat16(), targets.bfloat16())
-    return fitted(model, torch.optim.SGD(model.parameters(), 1e-3), stepping(), data=data)
+    return fitted(model, torch.optim.Adam(model.parameters(), 2e-4), stepping(), data=data)
 
 
 @fault(
