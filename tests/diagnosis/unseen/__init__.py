@@ -68,7 +68,10 @@ def healthy(family: str):
 SETS = {
     "first": ("supervised", "sequences", "generative", "other_models", "loops", "reports", "sound", "sound_more"),
     "later": ("later_supervised", "later_sequences", "later_generative", "later_loops"),
-    "third": ("third_data", "third_losses", "third_training", "third_networks"),
+    "third": (
+        *("third_data", "third_losses", "third_training", "third_networks"),
+        *("third_sequences", "third_generative", "third_decisions", "third_images"),
+    ),
 }
 
 
