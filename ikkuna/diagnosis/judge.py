@@ -342,9 +342,16 @@ class Judge:
                 self._list.end(rule_name, step)
         return [finding for finding in new if finding.rule in self._list.causes]
 
-    def add_finding(self, finding: Finding, step: int) -> bool:
-        """Add a finding of a check that is not a rule; return whether it is a new cause."""
-        return self._list.add(finding, step)
+    def add_finding(self, finding: Finding, step: int) -> Finding | None:
+        """Add a finding of a check that is not a rule, with its step and its module; return it if it is a new cause."""
+        entry = self._history.network.entry(finding.module)
+        found = replace(
+            finding,
+            step=step,
+            class_name=entry.class_name if entry is not None else "",
+            source=entry.source if entry is not None else "",
+        )
+        return found if self._list.add(found, step) else None
 
     def _decide(self, step: int) -> list[Finding]:
         """Give findings the severity of their rules once the loss is known not to fall; return those that have become graver."""

@@ -19,6 +19,7 @@ from ikkuna.distributed.rendezvous import World
 from ikkuna.errors import ClosedError
 from ikkuna.flight_recorder.recorder import FlightRecorder
 from ikkuna.metrics.bus.bus import MessageBus
+from ikkuna.metrics.live_rules import RuleSubscriber
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.observation import checkpoint, evaluation
 from ikkuna.observation.model.roots import Root, Roots
@@ -27,6 +28,7 @@ from ikkuna.printable import printable
 from ikkuna.store.run_directory import RunSettings
 from ikkuna.support.failures import log
 from ikkuna.support.modules import NamedModule
+from ikkuna.support.process_hooks import hook_process
 
 
 class _Closeable(Protocol):
@@ -205,6 +207,8 @@ class Attachment:
         The session.
     recorder : FlightRecorder, optional
         Keeps the last steps.
+    rules : RuleSubscriber, optional
+        Applies rules after each step.
     at_end : callable, optional
         Called with this attachment after it was closed, on rank 0 and unless the verbosity is 0.
     is_closed : bool
@@ -221,6 +225,8 @@ class Attachment:
         self.bus = bus
         self._health: Health | None = None
         self.recorder: FlightRecorder | None = None
+        self.rules: RuleSubscriber | None = None
+        self._unhook: list[Callable[[], None]] = []
         self.at_end: Callable[[Attachment], None] | None = None
         self.session = Session(bus, roots, self._names_of_others, native, in_graph)
         bus.attach(self, settings)
@@ -284,6 +290,33 @@ class Attachment:
 
         self.bus.error_guard.run_recorded(run)
 
+    # -- the end of the process -----------------------------------------------------------------------------------
+
+    def hook_process(self, signals: tuple[str, ...] = ()) -> None:
+        """Hear of an exception that ends the process, and of signals, until it is closed.
+
+        Raises
+        ------
+        ConfigError
+            If a signal cannot be handled.
+        """
+        self._unhook.append(hook_process(self, signals))
+
+    def process_fails(self, error: BaseException) -> None:
+        """Have the rules name the exception and its module, and the flight recorder write the last steps."""
+        if self.rules is not None:
+            try:
+                self.rules.process_fails(error, self.session.context.tracker.counters.stamp())
+            except Exception as failure:
+                self.bus.error_guard.report_internal("naming the exception that ends the process", failure)
+        if self.recorder is not None:
+            self.recorder.process_fails(error)
+
+    def signal_arrived(self, name: str, is_end: bool) -> None:
+        """Have the flight recorder write the last steps; `is_end` is whether the signal usually ends the process."""
+        if self.recorder is not None:
+            self.recorder.signal_arrived(name, is_end)
+
     # -- names ----------------------------------------------------------------------------------------------------
 
     def _names_of_others(self) -> frozenset[str]:
@@ -334,6 +367,8 @@ class Attachment:
             self.is_closed = True
             if self.recorder is not None:
                 self.recorder.close()
+            for unhook in self._unhook:
+                unhook()
             _OPEN.discard(self)
             session.exchange.close()
             session.hooks.uninstall()

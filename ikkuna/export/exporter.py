@@ -15,7 +15,7 @@ from ikkuna.export.attachment import Attachment, Health, release_unreachable
 from ikkuna.flight_recorder.options import RecorderOptions
 from ikkuna.flight_recorder.recorder import FlightRecorder
 from ikkuna.metrics.bus.bus import MessageBus, get_default_bus
-from ikkuna.metrics.live_rules import RuleSelection, RuleSubscriber, register_rules
+from ikkuna.metrics.live_rules import RuleSelection, register_rules
 from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.observation import checkpoint
 from ikkuna.observation.model.roots import Root, Roots
@@ -116,7 +116,6 @@ class Exporter:
             self, self.message_bus, roots, kernels == "native", compiled == "in_graph", settings
         )
         self._session = self._attachment.session
-        self._rules: RuleSubscriber | None = None
 
     # -- what to observe -----------------------------------------------------------------------------------------
 
@@ -235,13 +234,16 @@ class Exporter:
             If a rule is unknown, if an argument is invalid, or if rules are applied already.
         """
         self._attachment.require_open()
-        if self._rules is not None:
+        if self._attachment.rules is not None:
             raise ConfigError("rules are applied already; pass all of them in one call of apply_rules()")
         with self.message_bus.registering():
-            self._rules = register_rules(self.message_bus, rules, **options)
+            self._attachment.rules = register_rules(self.message_bus, rules, **options)
+        self._attachment.hook_process()
         if preflight:
-            self._rules.preflight = self._session.hooks.losses.preflight = RecordedPreflight(self.model)
-        self._session.hooks.optimizers.untrained.names_unowned = "unowned_parameters" not in self._rules.judge.kinds
+            self._attachment.rules.preflight = self._session.hooks.losses.preflight = RecordedPreflight(self.model)
+        self._session.hooks.optimizers.untrained.names_unowned = (
+            "unowned_parameters" not in self._attachment.rules.judge.kinds
+        )
         self._connect_recorder()
 
     def record_steps(self, options: RecorderOptions | None = None) -> None:
@@ -266,15 +268,15 @@ class Exporter:
             raise ConfigError("steps are recorded already; pass all settings in one call of record_steps()")
         if options is not None and not isinstance(options, RecorderOptions):
             raise ConfigTypeError(f"record_steps() needs RecorderOptions, got {type(options).__name__}")
-        self._attachment.recorder = FlightRecorder(
-            self._session.context, self.message_bus, options or RecorderOptions()
-        )
+        options = options or RecorderOptions()
+        self._attachment.hook_process(options.signals)
+        self._attachment.recorder = FlightRecorder(self._session.context, self.message_bus, options)
         self._connect_recorder()
 
     def _connect_recorder(self) -> None:
-        if (recorder := self._attachment.recorder) is not None and self._rules is not None:
-            recorder.judge = self._rules.judge
-            self._rules.actions.append(recorder.action())
+        if (recorder := self._attachment.recorder) is not None and self._attachment.rules is not None:
+            recorder.judge = self._attachment.rules.judge
+            self._attachment.rules.actions.append(recorder.action())
 
     def rows(self, ids: Any) -> None:
         """Name the rows of the batch that the model is called with next, so that a dump names them.
@@ -324,7 +326,7 @@ class Exporter:
     @property
     def findings(self) -> Findings:
         """The findings of the rules so far, also after :meth:`close`; empty without rules."""
-        return self._rules.findings if self._rules is not None else Findings()
+        return self._attachment.rules.findings if self._attachment.rules is not None else Findings()
 
     @property
     def run_directory(self) -> Path | None:
@@ -554,8 +556,8 @@ class Exporter:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception) and self._attachment.recorder is not None:
-            self._attachment.recorder.process_fails(error)
+        if isinstance(error, Exception):
+            self._attachment.process_fails(error)
         self.close()
 
 

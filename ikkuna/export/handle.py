@@ -549,7 +549,7 @@ class WatchHandle(Exporter):
         counts = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for count, noun in found)
         name = "modules" if self.model is None else class_name(self.model)
         self._label = f"{name} with {counts}{source}"
-        self._attachment.at_end = partial(_write_end, name, self._rules)
+        self._attachment.at_end = partial(_write_end, name, self._attachment.rules)
         self.message_bus.settings = replace(self.message_bus.settings, subject=f"{self._label}; the run")
 
     def __repr__(self) -> str:
@@ -563,7 +563,7 @@ class WatchHandle(Exporter):
             parts.append("closed")
         elif self.message_bus.sampling.is_paused:
             parts.append("paused")
-        if self._rules is not None:
+        if self._attachment.rules is not None:
             parts.append(_plural(len(self.findings), "finding"))
         parts.append(f"watching takes {_milliseconds(self._attachment):.2g} ms a step")
         lost = {"errors": health.errors, "values lost": health.dropped, "tensors not readable": health.skipped}

@@ -230,7 +230,7 @@ class ReplayRun:
                 exporter.message_bus.register_subscriber(_RowsSubscriber(kind, tuple(sorted(names))))
 
     def _feed(self, exporter: Exporter, before: int) -> None:
-        rules = exporter._rules
+        rules = exporter._attachment.rules
         if rules is not None and self.dump.has("history.npz"):
             arrays = self.dump.arrays("history.npz")
             if len(arrays["series"]) and not 0 <= arrays["series"].min() <= arrays["series"].max() < len(

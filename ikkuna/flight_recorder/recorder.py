@@ -20,7 +20,6 @@ from ikkuna.distributed.rendezvous import World
 from ikkuna.flight_recorder.burst import Burst, BurstSubscriber
 from ikkuna.flight_recorder.dump_writing import DumpContent, DumpJob, DumpWriter
 from ikkuna.flight_recorder.options import MemoryBudget, RecorderOptions
-from ikkuna.flight_recorder.process_hooks import hook_process
 from ikkuna.flight_recorder.recorded_steps import RecordedSteps, rule_facts, worst_row
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.messages.message import NetworkMessage
@@ -194,7 +193,6 @@ class FlightRecorder(StepObserver):
         self._process = os.getpid()
         self._is_cleaned = self._has_said = False
         self.judge: Judge | None = None
-        self._unhook = hook_process(self, options.signals)
         context.observer = self
 
     # -- as the observer of steps ---------------------------------------------------------------------------------
@@ -447,10 +445,9 @@ class FlightRecorder(StepObserver):
         }
 
     def close(self) -> None:
-        """End a burst, wait for the thread at most 2 seconds, and remove the hooks of the process."""
+        """End a burst, and wait for the thread at most 2 seconds."""
         try:
             self._context.observer = None
-            self._unhook()
             if self._burst is not None:
                 self._burst.end()
             self._remove_unfinished()

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +12,7 @@ from ikkuna.backends.loggers import adapted
 from ikkuna.diagnosis import Finding, Findings, Judge, Network, Rule, get_rules
 from ikkuna.diagnosis.findings import STYLES, is_muted
 from ikkuna.diagnosis.judge import LOSS_BETWEEN
-from ikkuna.diagnosis.mistakes import EXPLAINS
+from ikkuna.diagnosis.mistakes import EXPLAINS, Mistake
 from ikkuna.diagnosis.recorded_preflight import RecordedPreflight
 from ikkuna.diagnosis.stored_findings import event_text
 from ikkuna.diagnosis.stored_judgement import JudgementBackend
@@ -29,8 +28,9 @@ from ikkuna.metrics.subscriber.subscription import Subscription
 from ikkuna.store.finding import SEVERITIES
 from ikkuna.store.names import Series, SeriesGroup
 from ikkuna.support.console import announce
-from ikkuna.support.failures import log, raise_users_exception
+from ikkuna.support.failures import error_text, log, raise_users_exception
 from ikkuna.support.modules import NamedParameter
+from ikkuna.support.process_hooks import raised_in
 
 STATISTICS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
     "norm2": (("sumsq",), lambda records: records.l2_norm),
@@ -42,6 +42,13 @@ STATISTICS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
     "max": (("max",), lambda records: records.max),
 }
 """For each ending of a kind the statistics it needs, and the function that computes it from `Records`."""
+
+_EXCEPTION = Mistake(
+    "ended_by_exception",
+    "error",
+    meaning="The program ended in this step with an exception.",
+    advice="'ikkuna replay DUMP' shows the batch of the last step that was kept",
+)
 
 
 def shared_kinds(kinds: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -323,13 +330,23 @@ class RuleSubscriber(Subscriber):
             if finding.severity in self._stopping:
                 raise StopTraining(finding)
 
+    def process_fails(self, error: BaseException, stamp: Stamp) -> None:
+        """Add and tell the finding that an exception ends the process in the step of a stamp."""
+        if isinstance(error, StopTraining):
+            return
+        module, place = raised_in(error, self._host.modules if self._host is not None else ())
+        detail = f"{error_text(error)}{place and f' ({place})'}."
+        finding = self.judge.add_finding(_EXCEPTION.found(module=module, detail=detail), stamp.global_step)
+        if finding is not None and not is_muted(finding, self._mute):
+            self._store_step(stamp)
+            self._act(finding, stamp)
+
     def _check_first_step(self, step: int) -> list[Finding]:
         """Return the findings of the first call of the loss, once."""
         if self.preflight is None:
             return []
-        found = [replace(finding, step=step) for finding in self.preflight.findings()]
-        heard = [finding for finding in found if not is_muted(finding, self._mute)]
-        return [finding for finding in heard if self.judge.add_finding(finding, step)]
+        heard = [finding for finding in self.preflight.findings() if not is_muted(finding, self._mute)]
+        return [added for finding in heard if (added := self.judge.add_finding(finding, step)) is not None]
 
     def _store_step(self, stamp: Stamp) -> None:
         """Store the end of the judged step, and how it has changed the findings."""

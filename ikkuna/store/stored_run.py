@@ -292,9 +292,9 @@ class StoredRun:
         Raises
         ------
         ConfigError
-            If the run holds no value.
+            If the run holds neither a value nor a finding.
         """
-        if not self._index and not self._stored:
+        if not (self._index or self._stored or any(self.path.glob("findings.*.jsonl"))):
             raise ConfigError(f"'{self.path}' holds no value of a run")
         if self.lost:
             log.warning("'%s' is damaged: %d bytes or lines could not be read", self.path, self.lost)
@@ -317,7 +317,7 @@ def read_run(path: str | os.PathLike[str]) -> StoredRun:
     Raises
     ------
     ConfigError
-        If there is no such path, if it has no file of a run, or if the files hold no value.
+        If there is no such path, if it has no file of a run, or if the files hold neither a value nor a finding.
 
     Examples
     --------

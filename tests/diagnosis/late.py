@@ -77,7 +77,7 @@ def delay(fault, family, later, seed=1):
 
     def observe(model, loss):
         exporter = watch(model, loss, every=EVERY, later=later, on_finding=note)
-        exporter.steps_seen = lambda: exporter._rules.judge.history.step
+        exporter.steps_seen = lambda: exporter._attachment.rules.judge.history.step
         exporters.append(exporter)
         return exporter
 

@@ -85,7 +85,7 @@ def record(spec, store=STORE):
         logging.disable(logging.NOTSET)
     store.mkdir(exist_ok=True)
     unfinished = file.with_suffix(".part")
-    unfinished.write_bytes(pickle.dumps((calls, exporter._rules.judge.history.network.modules, hit)))
+    unfinished.write_bytes(pickle.dumps((calls, exporter._attachment.rules.judge.history.network.modules, hit)))
     unfinished.rename(file)
     return spec, file
 
@@ -93,7 +93,7 @@ def record(spec, store=STORE):
 def watch_and_record(calls, model, loss):
     """Return an exporter with rules, whose judge stores its calls."""
     exporter = watch(model, loss)
-    judge = exporter._rules.judge
+    judge = exporter._attachment.rules.judge
     add, add_all, defer, finish = judge.add, judge.add_all, judge.defer, judge.finish_step
 
     def store_value(*args):

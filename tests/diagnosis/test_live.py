@@ -94,7 +94,7 @@ def test_the_loss_is_sampled_every_second_step_if_modules_are_sampled_at_even_st
     exporter, loss = exporter_with(bus, small_model(), "loss_spike", every=every, loss_every=loss_every)
     with exporter:
         train(exporter.model, loss, steps=11)
-        curve = exporter._rules.judge.history.curve("loss")
+        curve = exporter._attachment.rules.judge.history.curve("loss")
     assert list(curve.steps) == list(range(0, 11, steps))
 
 
@@ -313,7 +313,7 @@ def test_what_only_rules_need_is_measured_less_often_after_thirty_samples_and_no
     bus.register_subscriber(NormSubscriber("weights", subsample=2, backend=backend))
     exporter.apply_rules(["weight_decay", "vanishing_gradient"], backend=backend, every=2, later=6)
     train(model, nn.CrossEntropyLoss(), steps=80)
-    history = exporter._rules.judge.history
+    history = exporter._attachment.rules.judge.history
     exporter.close()
     assert {series.kind for series, _, _ in backend.values} == {"weights_norm2"}
     assert [s for series, _, s in backend.values if series.name == "last"] == list(range(0, 80, 2))
@@ -386,7 +386,7 @@ def test_batches_and_single_messages_give_the_same_history(bus, monkeypatch):
         exporter, loss = exporter_with(MessageBus("history"), model, "default", every=2)
         with exporter:
             train(model, loss, steps=9)
-            found = exporter._rules.judge.history.all_curves()
+            found = exporter._attachment.rules.judge.history.all_curves()
             return {
                 key: (list(c.steps), [str(v) for v in c.values]) for *key_parts, c in found if (key := tuple(key_parts))
             }

@@ -46,7 +46,7 @@ def test_a_spike_of_one_step_is_found_and_its_step_is_measured(every, index, wit
     assert (finding.rule, finding.step, finding.value) == ("loss_spike", at, losses[at])
     assert (at, losses[at]) in finding.evidence
     assert [(found.step, found.value) for found in check(tmp_path / "run0001", "loss_spike")] == [(at, losses[at])]
-    curve = watched._rules.judge.history.curve("loss")
+    curve = watched._attachment.rules.judge.history.curve("loss")
     assert [step for step in curve.steps if step != at] == [
         step for step in range(at + 3) if step % 2 == 0 and step != at
     ]

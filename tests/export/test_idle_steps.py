@@ -180,10 +180,10 @@ def run_disturbed(seed, every, directory, is_judged=False):
 
 def judged_values(exporter):
     """Return the series of the rules and their findings, and what the flight recorder keeps of every step but its duration."""
-    if exporter._rules is None:
+    if exporter._attachment.rules is None:
         return None
     exporter.message_bus.drain(wait=True)
-    history = exporter._rules.judge.history
+    history = exporter._attachment.rules.judge.history
     curves = {(kind, name): (list(c.steps), list(c.values)) for kind, _, name, c in history.all_curves()}
     log = exporter._attachment.recorder._steps._log.arrays()
     kept = {name: log[name].tolist() for name in ("log_steps", "loss", "learning_rates", "skipped")}
@@ -289,6 +289,6 @@ def test_the_training_of_another_model_ends_nothing(place, depth, tmp_path):
             optimizer.step()
             losses.append(loss.item())
         counted = watched._session.cycle._idle.steps
-        found = watched._rules.judge.history.loss_scores
+        found = watched._attachment.rules.judge.history.loss_scores
     assert [loss for _, loss, _ in found] == losses
     assert counted >= 45 or depth == 1500  # rows are read in the first 8 steps; a graph too large to tell whose it is
