@@ -293,7 +293,7 @@ class Attachment:
     # -- the end of the process -----------------------------------------------------------------------------------
 
     def hook_process(self, signals: tuple[str, ...] = ()) -> None:
-        """Hear of an exception that ends the process, and of signals, until it is closed.
+        """Connect with the hooks of the process until it is closed: its last exception, and signals.
 
         Raises
         ------
@@ -303,7 +303,7 @@ class Attachment:
         self._unhook.append(hook_process(self, signals))
 
     def process_fails(self, error: BaseException) -> None:
-        """Have the rules name the exception and its module, and the flight recorder write the last steps."""
+        """Pass the exception to the rules, which name it and its module, and to the flight recorder."""
         if self.rules is not None:
             try:
                 self.rules.process_fails(error, self.session.context.tracker.counters.stamp())
@@ -313,7 +313,7 @@ class Attachment:
             self.recorder.process_fails(error)
 
     def signal_arrived(self, name: str, is_end: bool) -> None:
-        """Have the flight recorder write the last steps; `is_end` is whether the signal usually ends the process."""
+        """Pass a signal to the flight recorder; `is_end` is whether the signal usually ends the process."""
         if self.recorder is not None:
             self.recorder.signal_arrived(name, is_end)
 

@@ -493,7 +493,7 @@ def _without_muted(rules: Iterable[Rule], mute: Iterable[str]) -> tuple[list[Rul
     if isinstance(mute, str):
         raise ConfigTypeError(f"mute needs a list of names of rules, got {mute!r}; pass [{mute!r}]")
     rules, muted = list(rules), frozenset(mute)
-    known = [*(rule.name for rule in rules), *EXPLAINS]
+    known = [*(rule.name for rule in rules), *EXPLAINS, _EXCEPTION.name]
     for name in muted:
         if (rule := name.partition(":")[0]) not in known:
             raise ConfigError(unknown_name("rule in mute", rule, known))

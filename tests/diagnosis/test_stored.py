@@ -230,7 +230,14 @@ FINDINGS = st.dictionaries(
     st.sampled_from(["a", "b", "c"]),
     st.builds(
         lambda modules, again, ended, value: Finding(
-            "", "info", "text", modules=modules, again=again, ended=ended, value=value, evidence=((1, value), ("fc", 2.0))
+            "",
+            "info",
+            "text",
+            modules=modules,
+            again=again,
+            ended=ended,
+            value=value,
+            evidence=((1, value), ("fc", 2.0)),
         ),
         st.lists(st.sampled_from(["x", "y"]), max_size=2).map(tuple),
         st.lists(st.integers(0, 9), max_size=2).map(tuple),
