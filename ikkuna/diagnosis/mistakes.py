@@ -396,7 +396,7 @@ SOFTMAX_TWICE = Mistake(
     "error",
     meaning="The outputs are probabilities, and the loss applies the softmax to them a second time.",
     advice="remove the softmax from the model, or use NLLLoss with log-probabilities",
-    explains=_names("no_learning ignores_input vanishing_gradient lr_too_low class_collapse plateau"),
+    explains=_names("no_learning ignores_input vanishing_gradient lr_too_low class_collapse plateau loss_floor"),
 )
 ACTIVATION_BEFORE_LOSS = Mistake(
     "activation_before_loss",
@@ -452,9 +452,20 @@ LABELS_OUT_OF_REACH = Mistake(
 )
 LABELS_NO_DISTRIBUTION = Mistake(
     "labels_no_distribution",
-    meaning="The loss applies a softmax over classes, but several classes of a sample can be right (up to {figure:g}).",
-    advice="use BCEWithLogitsLoss for several labels, or divide the labels of a sample by their sum",
-    explains=_names("plateau"),
+    meaning="The labels of a sample are no probabilities of the classes: their sum is not 1 (up to {figure:.3g}).",
+    advice="use BCEWithLogitsLoss for several labels, divide the labels of a sample by their sum, or apply a softmax to scores",
+    explains=_names("plateau unbounded_loss"),
+)
+LOSS_CONTRACT = Mistake(
+    "loss_contract",
+    "error",
+    "warning",
+    meaning="An argument of the loss is not what this loss needs.",
+    advice="compare the arguments with the documentation of the loss",
+    explains=_names(
+        "unbounded_loss wrong_optimum loss_floor labels_without_gradient labels_out_of_reach all_gradients_zero no_learning plateau "
+        "diverges class_collapse"
+    ),
 )
 
 EXPLAINS: Mapping[str, frozenset[str]] = {

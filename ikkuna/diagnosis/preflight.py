@@ -34,6 +34,7 @@ CHECKS: tuple[Check, ...] = (
     *(
         losses.loss_at_init,
         losses.loss_scale,
+        losses.loss_contract,
         losses.softmax_twice,
         freed_outputs,
         runs.no_gradient,

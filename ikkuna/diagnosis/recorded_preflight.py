@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _of_modules
 
 from ikkuna.diagnosis.preflight_checks.batch import Batch, tensors_of
+from ikkuna.diagnosis.preflight_checks.contracts import LossCall, loss_calls
 from ikkuna.diagnosis.preflight_checks.first_step import FirstStep
 from ikkuna.diagnosis.preflight_checks.freed_outputs import freed_outputs
-from ikkuna.diagnosis.preflight_checks.loss import softmax_twice
+from ikkuna.diagnosis.preflight_checks.loss import loss_contract, softmax_twice
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, last_operations, main_output
 from ikkuna.diagnosis.preflight_checks.pure_losses import why_impure
 from ikkuna.diagnosis.preflight_checks.runs import label_shape
@@ -31,6 +33,7 @@ from ikkuna.support.undisturbed import gradients, switched, undisturbed
 
 _CHECKS: dict[Check, str] = {
     label_shape: "the shape of the labels",
+    loss_contract: "the arguments of the loss",
     softmax_twice: "a second softmax",
     freed_outputs: "the optimum, the lower bound and the gradients of the loss",
 }
@@ -42,11 +45,16 @@ _COMPILED = ("_orig_mod", "_torchdynamo_orig_callable", "_compiled_call_impl")
 
 
 class _Recorded(NamedTuple):
-    """Outputs and labels of the first call of the loss, detached, and a copy of the loss."""
+    """Copies of the loss and of the arguments of its first call, and their last operations by the addresses of the copies.
+
+    If they are outputs and labels, these are in `step` and `labels`.
+    """
 
     loss: Callable[..., Any]
-    labels: Tensor
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    produced_by: dict[int, tuple[str, ...]]
     step: FirstStep
+    labels: Tensor | None
 
 
 class RecordedPreflight:
@@ -85,19 +93,19 @@ class RecordedPreflight:
             "ikkuna.preflight(model, batch, loss, optimizer) checks it before training."
         )
 
-    def record(self, loss: Callable[..., Any], arguments: tuple[Any, ...], value: Tensor) -> None:
+    def record(self, loss: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor) -> None:
         """Copy what a call of the loss has received.
 
         Parameters
         ----------
         loss : callable
             The loss module, or the function of the user.
-        arguments : tuple
+        args, kwargs : tuple, dict
             Its positional and named arguments.
         value : Tensor
             What it has returned.
         """
-        self._record(lambda: _of_call(loss, arguments, value))
+        self._record(lambda: _recorded(loss, args, kwargs, value))
 
     def record_saved(self, saved: SavedLoss | None) -> None:
         """Copy what the nodes of the first loss have saved; ``None`` if it is none of torch's losses."""
@@ -162,9 +170,8 @@ class RecordedPreflight:
         log.error("the checks of the first step failed (training is not affected)", exc_info=error)
 
 
-def _refusal(loss: Callable[..., Any], outputs: Any, labels: Tensor) -> str:
-    """Return why a loss cannot be called with copies of its arguments; empty if it can."""
-    given = tensors_of((outputs, labels))
+def _refusal(loss: Callable[..., Any], given: list[Tensor]) -> str:
+    """Return why a loss cannot be called with copies of the tensors that it was given; empty if it can."""
     reasons = {
         "outputs and labels are no plain tensors": any(
             type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided for t in given
@@ -175,18 +182,8 @@ def _refusal(loss: Callable[..., Any], outputs: Any, labels: Tensor) -> str:
         "hooks of all modules are registered": _of_modules._has_any_global_hook(),
         "the loss is compiled": any(getattr(loss, name, None) is not None for name in _COMPILED),
         "the loss is computed under autocast": torch.is_autocast_enabled("cpu"),
-        "the second argument of the loss has a gradient": labels.requires_grad,
     }
     return next((reason for reason, holds in reasons.items() if holds), "") or why_impure(loss)
-
-
-def _of_call(loss: Callable[..., Any], arguments: tuple[Any, ...], value: Tensor) -> _Recorded:
-    if len(arguments) != 2 or not isinstance(labels := arguments[1], Tensor):
-        raise CannotJudgeError("the loss is not called with outputs and labels")
-    if reason := _refusal(loss, arguments[0], labels):
-        raise CannotJudgeError(reason)
-    output = main_output(arguments[0], loss_inside=False)
-    return _recorded(loss, arguments[0], labels, value, last_operations(output.grad_fn))
 
 
 def _of_saved(saved: SavedLoss | None) -> _Recorded:
@@ -194,25 +191,43 @@ def _of_saved(saved: SavedLoss | None) -> _Recorded:
         raise CannotJudgeError(
             "backward() is called on something else than one loss of torch: pass the loss as watch(model, loss)"
         )
-    if reason := _refusal(saved.loss, saved.outputs, saved.labels):
+    if reason := _refusal(saved.loss, [saved.outputs, saved.labels]):
         raise CannotJudgeError(reason)
     value = switched([gradients(False)], saved.loss, saved.outputs, saved.labels)
-    return _recorded(saved.loss, saved.outputs, saved.labels, value, last_operations(saved.behind))
+    outputs = saved.outputs.detach().requires_grad_()
+    return _recorded(saved.loss, (outputs, saved.labels), {}, value, last_operations(saved.behind))
 
 
 def _recorded(
-    loss: Callable[..., Any], outputs: Any, labels: Tensor, value: Tensor, produced_by: tuple[str, ...]
+    loss: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    value: Tensor,
+    produced_by: tuple[str, ...] | None = None,
 ) -> _Recorded:
-    if produced_by and produced_by[0].startswith(_HIDING):
+    if reason := _refusal(loss, tensors_of((args, kwargs))):
+        raise CannotJudgeError(reason)
+    operations: dict[int, tuple[str, ...]] = {}
+
+    def copied_tensor(tensor: Tensor) -> Tensor:
+        copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        operations[copied.data_ptr()] = last_operations(tensor.grad_fn) if produced_by is None else produced_by
+        return copied
+
+    copies, named = pytree.tree_map_only(Tensor, copied_tensor, (args, kwargs))
+    if any(each[0].startswith(_HIDING) for each in operations.values() if each):
         raise CannotJudgeError("the last operation of the outputs is hidden in compiled or checkpointed code")
-    result = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), outputs)
-    step = FirstStep(output=main_output(result, loss_inside=False), result=result, produced_by=produced_by)
-    step.loss, step.has_gradient = value.detach().clone(), True
     try:
         copied = copy.deepcopy(loss)
     except Exception as error:
         raise CannotJudgeError(f"the loss cannot be copied: {error_text(error)}") from error
-    return _Recorded(copied, labels.detach().clone(), step)
+    step, labels = FirstStep(loss=value.detach().clone(), has_gradient=True), None
+    given = (*copies, *named.values())
+    if len(given) == 2 and isinstance(given[1], Tensor) and not given[1].requires_grad:
+        step.result, labels = pytree.tree_map_only(Tensor, Tensor.detach, given[0]), given[1]
+        step.output = main_output(step.result, loss_inside=False)
+        step.produced_by = operations[step.output.data_ptr()]
+    return _Recorded(copied, (copies, named), operations, step, labels)
 
 
 class _RecordedTrial(Trial):
@@ -220,7 +235,8 @@ class _RecordedTrial(Trial):
 
     def __init__(self, model: nn.Module, recorded: _Recorded, seconds: float) -> None:
         super().__init__(model, None, recorded.loss)
-        self._batch = Batch(recorded.step.result, recorded.labels)
+        self._recorded = recorded
+        self._batch = None if recorded.labels is None else Batch(recorded.step.result, recorded.labels)
         self._seconds, self._is_ended = seconds, False
         self.first_step = recorded.step
         self.begin()
@@ -238,6 +254,14 @@ class _RecordedTrial(Trial):
         """Whether the time of the thread that has begun, which reads this, is over."""
         busy, passed = time.thread_time() - self._begin[0], time.monotonic() - self._begin[1]
         return self._is_ended or busy >= self._seconds or passed >= _PATIENCE * self._seconds
+
+    @cached_property
+    def loss_calls(self) -> list[LossCall]:
+        """The calls of losses of torch of the copy of the loss."""
+        args, kwargs = self._recorded.arguments
+        with self.running(as_training=True, autograd=True), loss_calls() as calls:
+            self.loss(*args, **kwargs)  # type: ignore[misc]  # there is a loss
+        return [call.behind(self._recorded.produced_by) for call in calls]
 
     def evaluate(self, batch: Batch, *, batch_statistics: bool = False) -> Any:
         """Refuse: the model is not called.

@@ -48,7 +48,7 @@ def likelihood_with_the_wrong_sign_of_one_term():
     return stack([20, 64, 2]), (torch.randn(32, 20), torch.randn(32, 1)), loss
 
 
-@fault("unbounded_loss")
+@fault("loss_contract")
 def binary_cross_entropy_with_labels_of_plus_and_minus_one():
     y = torch.rand(32, 5).round() * 2 - 1
     return stack([20, 64, 5]), (torch.randn(32, 20), y), nn.BCEWithLogitsLoss()
@@ -85,9 +85,17 @@ def scores_whose_axes_are_reshaped_instead_of_transposed():
     return segmenter(), (torch.randn(16, 3, 8, 8), torch.randint(4, (16, 8, 8))), loss
 
 
-@fault("loss_floor")
+@fault("softmax_twice")
 def softmax_inside_of_the_loss():
     return stack([20, 64, 10]), vectors(), lambda output, y: functional.cross_entropy(output.softmax(1), y)
+
+
+@fault("loss_floor")
+def softmax_inside_of_a_loss_by_hand():
+    def loss(output, y):
+        return -output.softmax(1).log_softmax(1)[torch.arange(len(y)), y].mean()
+
+    return stack([20, 64, 10]), vectors(), loss
 
 
 @fault("labels_no_distribution")

@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ikkuna.diagnosis.preflight_checks.batch import Batch, share_between_samples, tensors_of, widened
+from ikkuna.diagnosis.preflight_checks.contracts import LossCall, loss_calls
 from ikkuna.diagnosis.preflight_checks.outputs import (
     CannotJudgeError,
     IndexOutsideError,
@@ -245,6 +246,8 @@ class FirstStep:
         Warnings of the loss.
     stopped : Stopped, optional
         Why later parts are missing.
+    loss_calls : list of LossCall
+        The calls of losses of torch, in the model and in the loss.
     """
 
     record: ForwardRecord = field(default_factory=ForwardRecord)
@@ -258,6 +261,7 @@ class FirstStep:
     gradients: dict[str, Gradient | None] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     stopped: Stopped | None = None
+    loss_calls: list[LossCall] = field(default_factory=list)
 
 
 def run_first_step(setup: TrainingSetup) -> FirstStep:
@@ -267,7 +271,7 @@ def run_first_step(setup: TrainingSetup) -> FirstStep:
     _check_labels_inside(setup, step)
     if step.stopped:
         return step
-    with setup.running(as_training=True, autograd=True):
+    with setup.running(as_training=True, autograd=True), loss_calls() as step.loss_calls:
         with recorded(setup.model, setup.names, batch.size) as step.record:
             try:
                 result = run_model(setup.model, batch.inputs)

@@ -160,7 +160,6 @@ def freed_outputs(trial: Trial) -> Iterator[Finding]:
         yield from _floor(loss)
         yield from _out_of_reach(loss)
         yield from _no_shares(loss, end)
-        yield from _no_distribution(loss)
 
 
 def _limit(loss: _FreeLoss, begin: list[Tensor], end: list[Tensor]) -> float | None:
@@ -191,15 +190,8 @@ def _further(place: int, begin: list[Tensor], end: list[Tensor], factor: float) 
 
 
 def _unbounded(loss: _FreeLoss, limit: float) -> Finding:
-    labels, detail, advice = (
-        loss.labels,
-        f"It is {float(loss.trial.loss_value):.3g} at first and {limit:.3g} far away.",
-        "",
-    )
-    if labels.is_floating_point() and sorted(labels.unique().tolist()) == [-1.0, 1.0]:
-        detail += " The labels are -1 and 1; a binary cross-entropy takes 0 and 1."
-        advice = "convert the labels with (labels + 1) / 2"
-    return mistakes.UNBOUNDED_LOSS.found(limit, detail=detail, advice=advice)
+    detail = f"It is {float(loss.trial.loss_value):.3g} at first and {limit:.3g} far away."
+    return mistakes.UNBOUNDED_LOSS.found(limit, detail=detail)
 
 
 def _wrong_optimum(loss: _FreeLoss, end: list[Tensor], limit: float | None) -> Iterator[Finding]:
@@ -356,30 +348,3 @@ def _no_shares(loss: _FreeLoss, end: list[Tensor]) -> Iterator[Finding]:
             f"The last operation is softmax, and the sums of the labels go from {ends}.",
         )
         yield mistakes.LABELS_OUT_OF_REACH.found(share, loss.trial.last_activation, detail=detail)
-
-
-def _no_distribution(loss: _FreeLoss) -> Iterator[Finding]:
-    """Find a softmax over classes whose labels, 0 or 1 for each class, do not have the sum 1.
-
-    A constant that is added to all scores of a sample does not change a loss with a softmax.
-    """
-    labels, main = loss.labels, loss.main
-    if (
-        loss.map is not _IDENTITY
-        or labels.shape != main.shape
-        or not labels.is_floating_point()
-        or main.ndim < 2
-        or main.shape[1] < 2
-    ):
-        return
-    sums = labels.sum(1)
-    if not bool(((labels == 0) | (labels == 1)).all()) or bool(((sums - 1).abs() < 1e-3).all()):
-        return
-    shift = torch.linspace(-1, 1, len(main), device=main.device).reshape(-1, *[1] * (main.ndim - 1))
-    once, shifted, other = (
-        loss.of_main(value) for value in (main.float(), main.float() + shift, main.float() * 1.5 + 0.1 * labels)
-    )
-    # the sum of the labels times the logarithm of the normaliser keeps a shift only if the loss normalises the scores
-    if abs(shifted - once) <= _ROUNDING * max(abs(once), 1.0) and abs(other - once) > 10 * _ROUNDING * abs(once):
-        detail = f"The sums of a row go from {float(sums.min()):g} to {float(sums.max()):g}."
-        yield mistakes.LABELS_NO_DISTRIBUTION.found(float(sums.max()), detail=detail)

@@ -14,11 +14,11 @@ from ikkuna.diagnosis.mistakes import (
     LOSS_SCALE,
     MIXED_REDUCTION,
     NO_LOG_SOFTMAX,
-    SIGMOID_TWICE,
     SOFTMAX_TWICE,
     TARGET_SCALE,
 )
 from ikkuna.diagnosis.preflight_checks.batch import widened
+from ikkuna.diagnosis.preflight_checks.contracts import findings_of
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, Classification
 from ikkuna.diagnosis.preflight_checks.trial import Trial
 from ikkuna.numerics.prediction import initial_cross_entropy, initial_logit_deviation
@@ -106,16 +106,26 @@ def _cross_entropies(trial: Trial) -> tuple[Tensor, float]:
     return task.counted.cross_entropies, math.log(task.classes)
 
 
+def loss_contract(trial: Trial) -> Iterator[Finding]:
+    """Find arguments of losses of torch that are not what their documentation asks for, see `CONTRACTS`."""
+    if not trial.loss_calls:
+        _ = trial.loss_value
+        raise CannotJudgeError("no loss of torch.nn.functional was called")
+
+    def module_of(value: object) -> str | None:
+        output = trial.first_step.output
+        is_output = isinstance(value, Tensor) and output is not None and value.data_ptr() == output.data_ptr()
+        return trial.last_activation if is_output else None
+
+    yield from findings_of(trial.loss_calls, module_of)
+
+
 def softmax_twice(trial: Trial) -> Iterator[Finding]:
-    """Find outputs that are already normalised in a way that the loss does itself, and those that lack it."""
+    """Find a softmax or another activation before a cross-entropy, and a likelihood without one, also in losses of the user."""
     if trial.loss is None:
         raise CannotJudgeError("the model computes its loss itself" if trial.batch.loss_inside else "no loss was given")
     last = trial.first_step.produced_by[:1]
     _ = trial.loss_value
-    if isinstance(trial.loss, nn.BCEWithLogitsLoss):
-        if last == ("Sigmoid",):
-            yield SIGMOID_TWICE.found(module=trial.last_activation)
-        return
     task = trial.classification
     known = task.counted
     if _is_cross_entropy(trial, known):

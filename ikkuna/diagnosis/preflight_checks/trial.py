@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ikkuna.diagnosis.history import History, Network
+from ikkuna.diagnosis.preflight_checks.contracts import LossCall
 from ikkuna.diagnosis.preflight_checks.first_step import FirstStep, Gradient, run_first_step
 from ikkuna.diagnosis.preflight_checks.outputs import (
     CannotJudgeError,
@@ -114,6 +115,11 @@ class Trial(TrainingSetup):
         return [score for each in get_rules(rule) for score in each.scores(history) if score.value >= 1]
 
     # -- parts of the first step, for checks
+    @property
+    def loss_calls(self) -> list[LossCall]:
+        """The calls of losses of torch in the first step."""
+        return self.first_step.loss_calls
+
     @property
     def output(self) -> Tensor:
         """The output of the first step.

@@ -263,7 +263,7 @@ class LossHooks:
             return
         if self.preflight is not None and output.requires_grad and context.tracker.pass_name == TRAINING:
             function = module.function if isinstance(module, LossFunction) else module
-            self._check(lambda checks: checks.record(function, (*args, *kwargs.values()), output))
+            self._check(lambda checks: checks.record(function, args, kwargs, output))
         if self._is_evaluated(output):
             self._record_call(module, (*args, *kwargs.values()), output, 0, self.validation(True))
             return
