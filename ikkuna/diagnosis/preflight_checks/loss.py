@@ -163,8 +163,8 @@ def _shifted_loss(trial: Trial) -> float:
     try:
         with trial.running(as_training=True):
             return float(trial.loss_of(trial.output + 1.0, trial.batch.copy().labels).sum())
-    except Exception:
-        return math.nan
+    except Exception as error:
+        raise CannotJudgeError(f"for other outputs the loss raises {type(error).__name__}") from error
 
 
 def loss_scale(trial: Trial) -> Iterator[Finding]:
