@@ -362,7 +362,7 @@ LOSS_SCALE = Mistake(
     "loss_scale",
     "warning",
     "warning",
-    meaning="The loss is a sum over the batch, {figure:.0f} times the mean, so that gradients grow with the number of samples.",
+    meaning="The gradients are {figure:.0f} times those of the mean loss.",
     advice='use reduction="mean", or divide the loss by the number of labels',
     explains=_names(
         "lr_too_high diverges nonfinite no_learning dead_units ignores_input lr_too_low loss_spike loss_at_init class_collapse "

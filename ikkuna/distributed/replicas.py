@@ -29,7 +29,9 @@ class Replicas:
       Parameters that it ignores are no replicas, and none are if a hook of the user, or of local SGD, replaces the averaging.
     * A DTensor, as those of FSDP2, is equal on the ranks along the dimensions of its mesh whose placement is ``Replicate``.
 
-    Other shards, and what a wrapper leaves out, may differ.  Of parameters without a wrapper nothing is known here.
+    Other shards, and what a wrapper leaves out, may differ.  The ranks of a wrapper compute the same function of other data, so that
+    frozen parameters outside of it, which no step makes equal, must be equal as well, if one wrapper has the others.
+    Of trainable parameters without a wrapper nothing is known here.
 
     Parameters
     ----------
@@ -51,6 +53,11 @@ class Replicas:
             for name, parameter in wrapper.module.named_parameters():
                 is_left_out = name in wrapper.parameters_to_ignore
                 self._wrappers[id(parameter)] = wrapper, NOT_REPLICATED if is_left_out else number
+        parameters = list(parameters)
+        known = {
+            self._wrappers[id(named.parameter)][1] for named in parameters if id(named.parameter) in self._wrappers
+        }
+        of_frozen = known.pop() if len(known) == 1 else OWN
         self.numbers: dict[ParameterKey, int] = {}
         self._wrapper_of: dict[ParameterKey, Any] = {}
         for named in parameters:
@@ -58,7 +65,8 @@ class Replicas:
             if is_distributed(parameter):
                 self.numbers[key] = replica_number(parameter)
             else:
-                self._wrapper_of[key], self.numbers[key] = self._wrappers.get(id(parameter), (None, OWN))
+                unwrapped = None, OWN if parameter.requires_grad else of_frozen
+                self._wrapper_of[key], self.numbers[key] = self._wrappers.get(id(parameter), unwrapped)
 
     def of_gradients(self) -> Mapping[ParameterKey, int]:
         """Return the numbers for gradients, which may differ if the last forward was in ``no_sync()``."""

@@ -345,7 +345,7 @@ class StepCycle:
             optimizers.before_close()
             self._steps += 1
         self._hooks.step_ended()
-        lap, report = context.stopwatch.lap(), self._report()
+        lap, report = context.stopwatch.lap(), self._report(closed)
         optimizers.step_ended()
         self._logged.step_ends(closed.stamp.global_step)
         step = None
@@ -364,12 +364,16 @@ class StepCycle:
         if plan is not None and plan.needs_losses_alone:
             self._idle.begin(self._plans)
 
-    def _report(self) -> dict[str, Any]:
+    def _report(self, closed: Closed) -> dict[str, Any]:
         """Return what ``batch_finished`` says about the step."""
         if self._context.recorder.rows is None:
             return {}
         optimizers, events = self._hooks.optimizers, self._context.events
-        facts = {"evaluations_in_training_mode": 0 if events.in_evaluation_mode else events.in_training_mode}
+        facts = {
+            "evaluations_in_training_mode": 0 if events.in_evaluation_mode else events.in_training_mode,
+            "micro_batches": closed.micro_batches,
+            "averaged_ranks": self._context.replicas,
+        }
         if self._context.recorder.plan.parameters:
             facts["gradients_at_step"] = optimizers.gradients
         if self._hooks.losses.is_shared:

@@ -16,6 +16,7 @@ FIRST = {
     "data_lost_in_a_collective": ("fc1", 2 * EVERY),
     "weights_lost_on_the_way": ("fc1", 0),
     "different_models_with_averaged_gradients": ("fc0", 3 * EVERY),  # three samples show that gradients are averaged
+    "frozen_module_not_broadcast": ("1", 0),
     "rate_restored_on_one_rank": ("fc0", EVERY),
     "optimizer_skips_on_one_rank": ("fc1", EVERY),
 }

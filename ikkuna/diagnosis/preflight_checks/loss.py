@@ -177,7 +177,8 @@ def loss_scale(trial: Trial) -> Iterator[Finding]:
     growth = twice - once
     if abs(growth - once) < 0.02 * abs(once):
         standard = type(trial.loss).__module__.startswith("torch.") or _is_standard(trial)
-        yield LOSS_SCALE.found(size or math.nan, at_most="error" if standard else "info")
+        detail = "The loss is a sum over the batch, so that gradients grow with the number of samples."
+        yield LOSS_SCALE.found(size or math.nan, detail=detail, at_most="error" if standard else "info")
     elif abs(growth) > _RELATIVE * abs(once):
         thrice = _loss_of_copies(trial, 3)
         # a part that is a sum and a part that is a mean grow together by the same amount with each copy

@@ -58,6 +58,8 @@ class Closed:
         Parts that belong to the step that opens next.
     optimizers : frozenset of int
         The optimizers that have stepped.
+    micro_batches : int
+        Number of forwards whose gradients a backward has added up; 0 if no backward could be seen.
     """
 
     stamp: Stamp
@@ -65,6 +67,7 @@ class Closed:
     parts: tuple[int, ...] = ()
     carried: tuple[int, ...] = ()
     optimizers: frozenset[int] = frozenset()
+    micro_batches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +150,8 @@ class PendingForwards:
 
     Attributes
     ----------
-    has_earlier : bool
-        Whether forwards were merged.
+    earlier : int
+        Number of forwards that were merged.
 
     Examples
     --------
@@ -165,7 +168,7 @@ class PendingForwards:
         self._pending: list[Forward] = []
         self._pool: list[Forward] = []
         self._used = 0
-        self.has_earlier = False
+        self.earlier = 0
 
     @property
     def latest(self) -> Forward | None:
@@ -184,6 +187,11 @@ class PendingForwards:
         return [f for f in self._pending if f.reach is not Reach.NONE]
 
     @property
+    def micro_batches(self) -> int:
+        """Number of forwards whose gradients a backward has added up."""
+        return self.earlier + sum(f.reach is Reach.ACCUMULATED for f in self._pending)
+
+    @property
     def parts(self) -> tuple[int, ...]:
         """The parts of all pending forwards."""
         return tuple(part for f in self._pending for part in (f.part, f.provisional_part))
@@ -192,7 +200,7 @@ class PendingForwards:
         """Add a forward, and append to `decisions` which parts are merged before."""
         for forward in [f for f in self._pending if f.reach is Reach.ACCUMULATED] if self._pending else ():
             decisions.append(Merged(forward.part, EARLIER_PART))
-            self.has_earlier = True
+            self.earlier += 1
             self._pending.remove(forward)
             forward.part = EARLIER_PART
         if len(self._pending) >= MAX_PENDING:
@@ -223,7 +231,7 @@ class PendingForwards:
         for forward in forwards:
             self._pending.remove(forward)
             forward.part = -1
-        self.has_earlier = False
+        self.earlier = 0
 
     def clear(self) -> None:
         """Discard all forwards at the end of a step, so that their objects can be used again."""
@@ -234,9 +242,9 @@ class PendingForwards:
 
     def counting_parts(self) -> tuple[int, ...]:
         """Return the parts whose gradients are there."""
-        parts = [*GRADIENT_PARTS, EARLIER_PART] if self.has_earlier else [*GRADIENT_PARTS]
+        parts = [*GRADIENT_PARTS, EARLIER_PART] if self.earlier else [*GRADIENT_PARTS]
         used = self.reached
-        if not used and not self.has_earlier:
+        if not used and not self.earlier:
             used = self._pending  # the backward could not be seen
         for forward in used:
             parts.append(forward.part)

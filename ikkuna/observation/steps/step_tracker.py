@@ -303,7 +303,7 @@ class StepTracker:
         if self.optimizers.stepped:
             return ()
         gone = self._forwards.reached
-        if not gone and not self._forwards.has_earlier:
+        if not gone and not self._forwards.earlier:
             return ()
         if self.state is State.OPEN:
             return self._skip(gone)
@@ -427,7 +427,13 @@ class StepTracker:
     def _close(self) -> list[Decision]:
         """Close the open step."""
         stepped = frozenset(self.optimizers.stepped)
-        closed = Closed(self.stamp, False, self._counting_parts(), optimizers=stepped)
+        closed = Closed(
+            self.stamp,
+            False,
+            self._counting_parts(),
+            optimizers=stepped,
+            micro_batches=self._forwards.micro_batches,
+        )
         if self._modes:
             self._trains_in_evaluation = self._modes == {False}
             self._modes.clear()

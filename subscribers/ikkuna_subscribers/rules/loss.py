@@ -1,10 +1,11 @@
 """Rules about the loss."""
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ikkuna.diagnosis import History, Network, Rule, Score
+from ikkuna.diagnosis import History, Network, Rule, Score, TimeSeries
 from ikkuna.diagnosis.history import middle
 from ikkuna.diagnosis.mistakes import LOSS_AT_INIT, LOSS_SCALE
 from ikkuna.numerics.prediction import initial_cross_entropy, initial_logit_deviation
@@ -137,15 +138,30 @@ def _explained_loss(history: History, guess: float) -> float:
     return guess
 
 
-class LossScaleRule(Rule, mistake=LOSS_SCALE):
-    """The loss is the sum of the cross-entropies of a batch, not their mean.
+_OF_BATCH = "The loss is a sum over the batch, so that gradients grow with the number of samples."
+_OF_MICRO_BATCHES = "This is the number of micro-batches in a step, whose losses are not divided by it."
+_DIVIDED = "divide the loss of each micro-batch by their number"
+_OF_RANKS = (
+    "This is the number of ranks: the loss is multiplied by it, although the gradients of the ranks are averaged."
+)
+_NOT_MULTIPLIED = "do not multiply a mean loss by the number of ranks"
+_SAMPLES = 4
 
-    The gradient then grows with the size of the batch.
-    Threshold: the loss is within 2% of the mean cross-entropy times the number of labels, for 3 samples in a row.
-    Cannot see: other losses, and batches of more than 512 items, of which the cross-entropy is a sample.
+
+class LossScaleRule(Rule, mistake=LOSS_SCALE):
+    """The gradients are a multiple of those of the mean cross-entropy of the samples of a step.
+
+    A sum over a batch grows with its size, that over micro-batches with their number, and a factor that should undo the averaging of
+    gradients over ranks is wrong for a loss that each rank averages.
+    Threshold, for 3 samples in a row: the loss is within 2% of the mean cross-entropy times the number of labels; or what ``backward()``
+    is called on is the sum of the losses of the micro-batches, within 0.1%, and these are on average a cross-entropy, within 25%;
+    or the loss is on average over 4 samples the cross-entropy times the number of ranks over which gradients are averaged, within 3%.
+    Cannot see: other losses; batches of more than 512 items, of which the cross-entropy is a sample; micro-batches without a loss module.
     """
 
+    version = 2
     needs = sources("loss", "output_cross_entropy", "label_count")
+    uses = sources("micro_batches", "averaged_ranks")
     judged_on = frozenset(("output_cross_entropy",))
     thresholds = ("tolerance",)
     tolerance: float = 0.02
@@ -156,7 +172,24 @@ class LossScaleRule(Rule, mistake=LOSS_SCALE):
         if loss is None or mean is None or count is None or not mean.last > 0 or count.last < 4:
             return
         ratio = loss.last / mean.last
-        yield Score(float(abs(ratio / count.last - 1) < self.tolerance), ratio)
+        ratios = history.memory[self.name].setdefault("ratios", deque[float](maxlen=_SAMPLES))
+        ratios.append(ratio)
+        usual = sum(ratios) / len(ratios)
+        whole, parts, ranks = history.curves("loss").get("objective"), *map(_last, map(history.curve, self.uses))
+        is_added = whole is not None and parts > 1 and abs(whole.last / (parts * loss.last) - 1) < 1e-3
+        is_of_ranks = len(ratios) == _SAMPLES and ranks > 1 >= parts and abs(usual / ranks - 1) < 0.03
+        if abs(ratio / count.last - 1) < self.tolerance:
+            yield Score(1.0, ratio, detail=_OF_BATCH)
+        elif is_added and abs(usual - 1) < 0.25:
+            yield Score(1.0, parts, detail=_OF_MICRO_BATCHES, advice=_DIVIDED)
+        elif is_of_ranks and all(abs(each / ranks - 1) < 0.15 for each in ratios):
+            yield Score(1.0, ranks, detail=_OF_RANKS, advice=_NOT_MULTIPLIED)
+        else:
+            yield Score(0.0, ratio)
+
+
+def _last(curve: TimeSeries | None) -> float:
+    return 1.0 if curve is None else curve.last
 
 
 class NoLearningRule(Rule):

@@ -356,7 +356,7 @@ def gradients_of_a_shared_embedding_not_added(is_mended):
 @error(
     "https://github.com/speechbrain/speechbrain/pull/2814",
     "A module without trainable parameters is not wrapped, and each rank has another one.",
-    reason="Nothing says that frozen parameters outside of a wrapper are replicas, and they have no gradients that could show it.",
+    ["ranks_differ"],
 )
 def frozen_module_not_broadcast(is_mended):
     torch.manual_seed(0 if is_mended else dist.get_rank())
@@ -369,14 +369,17 @@ def frozen_module_not_broadcast(is_mended):
 @error(
     "https://github.com/NVIDIA/Megatron-LM/issues/906",
     "The loss is multiplied by the size of the context-parallel group, and the gradients are averaged over it as well.",
-    reason="All gradients have the same wrong factor, which looks like another learning rate, and which Adam normalises.",
+    ["loss_scale"],
 )
 def loss_scaled_by_the_group(is_mended):
-    model = DistributedDataParallel(mlp())
     factor = 1 if is_mended else dist.get_world_size()
-    return train(
-        model, batches(), adam(model), loss=lambda output, labels: factor * functional.cross_entropy(output, labels)
-    )
+
+    class Loss(nn.Module):
+        def forward(self, output, labels):
+            return factor * functional.cross_entropy(output, labels)
+
+    model = DistributedDataParallel(mlp())
+    return train(model, batches(), adam(model), loss=Loss())
 
 
 @error(

@@ -299,7 +299,7 @@ class Augmented(Dataset):
         return x[row], y[row]
 
     def __len__(self):
-        return 32 * 30
+        return 32 * 60
 
 
 def seed_by_worker(worker):
@@ -313,7 +313,8 @@ def seed_alike(worker):
 @error(
     "https://github.com/pytorch/pytorch/issues/5059",
     "All workers of a data loader draw the same random numbers of numpy, so that consecutive batches are equal.",
-    reason="The rules read a sampled step's inputs as mean and variance, every tenth step; equal batches are neighbours.",
+    rules=["batch_twice"],
+    reason="The checks before the first step do not see the loader.",
 )
 def workers_with_the_same_seed(is_mended):
     model, batches = mlp(), []
@@ -356,7 +357,8 @@ def stages_not_frozen(is_mended):
 @error(
     "https://github.com/huggingface/transformers/issues/37766",
     "The loss of each micro-batch is not divided by the number of micro-batches.",
-    reason="The gradient is eight times too large, which looks like another learning rate, and which Adam normalises.",
+    rules=["loss_scale"],
+    reason="The checks before the first step do not see the loop.",
 )
 def accumulation_without_division(is_mended):
     model = mlp()
