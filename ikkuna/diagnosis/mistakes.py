@@ -233,6 +233,13 @@ LABEL_OFFSET = Mistake(
     meaning="The output at a position is trained with the input {figure:+g} positions away; the next one is +1.",
     advice="shift the labels by one position, and shift them once only",
 )
+ONE_INDEX = Mistake(
+    "one_index",
+    "error",
+    meaning="The embedding gets the index {figure:g} for every sample, although the numbers that were converted to indices differ.",
+    advice="convert the numbers before they are scaled: the conversion to integers removes everything behind the point",
+    explains=_names("ignores_input no_learning plateau zero_gradient never_moves"),
+)
 PADDING_INSIDE = Mistake(
     "padding_inside",
     meaning="The padding index of this embedding stands between other tokens in {figure:.0%} of the sequences; its row is never trained.",
@@ -369,6 +376,12 @@ LOSS_SCALE = Mistake(
         "update_ratio plateau zero_gradient"
     ),
 )
+DIVIDED_TWICE = Mistake(
+    "divided_twice",
+    meaning="The loss is a mean, divided by the number of samples ({figure:.0f}) again: larger batches have smaller gradients.",
+    advice='leave the division out, or use reduction="sum"',
+    explains=_names("lr_too_low no_learning plateau vanishing_gradient update_ratio"),
+)
 MIXED_REDUCTION = Mistake(
     "mixed_reduction",
     meaning="{figure:.0%} of the loss is a sum over the batch, and the rest is not.",
@@ -440,8 +453,8 @@ LOSS_FLOOR = Mistake(
 )
 LABELS_WITHOUT_GRADIENT = Mistake(
     "labels_without_gradient",
-    meaning="The loss ignores {figure:.0%} of the labels, which are those of classes.",
-    advice="check ignore_index, class weights of 0 and masks",
+    meaning="The loss ignores {figure:.0%} of the labels.",
+    advice="check indices, ignore_index, class weights of 0 and masks",
     explains=_names("class_collapse no_learning plateau"),
 )
 LABELS_OUT_OF_REACH = Mistake(

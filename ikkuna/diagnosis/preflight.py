@@ -30,7 +30,7 @@ CHECKS: tuple[Check, ...] = (
         signal.nonfinite,
     ),
     *(models.unregistered_parameters, runs.first_step_runs, runs.label_range, runs.label_dtype, runs.label_shape),
-    *(labels.labels_of_other_samples, labels.label_in_inputs, labels.duplicate_rows),
+    *(labels.labels_of_other_samples, labels.label_in_inputs, labels.duplicate_rows, labels.rows_without_gradient),
     *(
         losses.loss_at_init,
         losses.loss_scale,
@@ -42,7 +42,13 @@ CHECKS: tuple[Check, ...] = (
     ),
     *(signal.signal_scale, signal.signal_lost, signal.gradient_scale, signal.dead_units, differences.no_activation),
     *(dependence.ignores_input, dependence.batch_leak, dependence.random_output, dependence.inplace_changes_output),
-    *(sequences.time_leak, sequences.label_offset, sequences.padding_inside, sequences.padding_changes_output),
+    *(
+        sequences.time_leak,
+        sequences.label_offset,
+        sequences.one_index,
+        sequences.padding_inside,
+        sequences.padding_changes_output,
+    ),
 )
 
 

@@ -116,6 +116,102 @@ def tanh_for_labels_of_a_larger_range():
     return model, (torch.randn(32, 20), 5 * torch.randn(32, 1)), nn.MSELoss()
 
 
+@fault("labels_without_gradient")
+def loss_of_the_first_row():
+    def loss(output, y):
+        return functional.mse_loss(output, y, reduction="none")[0].mean()
+
+    return stack([20, 64, 1]), (torch.randn(32, 20), torch.randn(32, 1)), loss
+
+
+def hinge(output, y):
+    return (1 - y * output).clamp(min=0).mean()
+
+
+@fault("labels_without_gradient")
+def hinge_loss_by_hand_of_zero_and_one():
+    return stack([20, 64, 1]), (torch.randn(32, 20), torch.randint(2, (32, 1)).float()), hinge
+
+
+@healthy
+def hinge_loss_by_hand_of_signs():
+    return stack([20, 64, 1]), (torch.randn(32, 20), 2 * torch.randint(2, (32, 1)).float() - 1), hinge
+
+
+@healthy
+def rows_without_labels():
+    def loss(output, y):
+        known = y >= 0
+        return functional.cross_entropy(output[known], y[known])
+
+    y = torch.randint(10, (32,))
+    y[8:] = -1
+    return stack([20, 64, 10]), (torch.randn(32, 20), y), loss
+
+
+@healthy
+def rows_of_the_largest_losses():
+    def loss(output, y):
+        return functional.cross_entropy(output, y, reduction="none").topk(8).values.mean()
+
+    return stack([20, 64, 10]), vectors(), loss
+
+
+class Averaging(nn.Module):
+    """A network of nodes, each of which sees the mean of all."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(20, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        hidden = self.first(x).relu()
+        return self.second(hidden + hidden.roll(1, 0))
+
+
+@fault("batch_leak")
+def nodes_outside_of_the_training_set():
+    def loss(output, y):
+        return functional.cross_entropy(output[:8], y[:8])
+
+    return Averaging(), (torch.randn(32, 20), torch.randint(4, (32,))), loss
+
+
+@fault("divided_twice")
+def mean_divided_by_the_samples_again():
+    def loss(output, y):
+        return functional.mse_loss(output, y) / len(y)
+
+    return stack([20, 64, 1]), (torch.randn(32, 20), torch.randn(32, 1)), loss
+
+
+class Categories(nn.Module):
+    """A classifier of rows whose first number is that of a category."""
+
+    def __init__(self):
+        super().__init__()
+        self.categories, self.head = nn.Embedding(40, 8), stack([27, 32, 4])
+
+    def forward(self, x):
+        return self.head(torch.cat([self.categories(x[:, 0].long()), x[:, 1:]], 1))
+
+
+def categories(scale):
+    x = torch.randn(32, 20)
+    x[:, 0] = torch.arange(32) / scale
+    return Categories(), (x, torch.randint(4, (32,))), nn.CrossEntropyLoss()
+
+
+@fault("one_index")
+def categories_that_are_scaled():
+    return categories(40)
+
+
+@healthy
+def numbers_of_categories():
+    return categories(1)
+
+
 # -- the batch and sequences
 
 

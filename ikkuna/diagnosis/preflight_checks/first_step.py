@@ -92,6 +92,10 @@ class ForwardRecord:
         Names of the modules that are running, the innermost last; after an exception, the modules that raised it.
     padding_inside : dict of str to float
         For each embedding with a padding index, the share of its sequences that have the index between two other ones.
+    truncated : list of Tensor
+        Integers that are all equal, converted from floating-point numbers that are not.
+    one_index : dict of str to int
+        For each embedding that was called with one of these tensors, its index.
     """
 
     calls: list[CallRecord] = field(default_factory=list)
@@ -99,6 +103,8 @@ class ForwardRecord:
     called: dict[nn.Module, int] = field(default_factory=dict)
     running: list[str] = field(default_factory=list)
     padding_inside: dict[str, float] = field(default_factory=dict)
+    truncated: list[Tensor] = field(default_factory=list)
+    one_index: dict[str, int] = field(default_factory=dict)
 
 
 _RECTIFIERS = {
@@ -116,7 +122,7 @@ def recorded(model: nn.Module, names: Mapping[nn.Module, str], size: int | None)
             hooks = _ModuleHooks(record, name, size)
             stack.callback(module.register_forward_pre_hook(hooks.begin, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(hooks.end).remove)
-        stack.enter_context(_RectifierMode(record))
+        stack.enter_context(_FunctionMode(record))
         yield record
 
 
@@ -130,6 +136,8 @@ class _ModuleHooks:
         if type(module).forward in (nn.Embedding.forward, nn.EmbeddingBag.forward):  # others may add an offset
             indices = args[0] if args else kwargs.get("input")
             _check_indices(self.name, module, indices)
+            if any(_shares_memory(indices, each) for each in self.record.truncated):
+                self.record.one_index[self.name] = int(indices.flatten()[0])
             padding = getattr(module, "padding_idx", None)
             if padding is not None and isinstance(indices, Tensor) and indices.ndim == 2 and indices.numel():
                 words = (indices != padding).int()
@@ -157,7 +165,14 @@ def _check_indices(name: str, embedding: Any, indices: Any) -> None:
             raise IndexOutsideError(name, low, high, size)
 
 
-class _RectifierMode(TorchFunctionMode):
+def _shares_memory(a: Any, b: Tensor) -> bool:
+    return isinstance(a, Tensor) and a.numel() > 0 and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+_CONVERSIONS = {Tensor.to, Tensor.type, Tensor.long, Tensor.int, Tensor.short}
+
+
+class _FunctionMode(TorchFunctionMode):
     def __init__(self, record: ForwardRecord) -> None:
         self.record = record
 
@@ -166,12 +181,33 @@ class _RectifierMode(TorchFunctionMode):
         # the input is 0 everywhere behind a branch that begins at zero, which the first update changes
         is_off = is_rectifier and not _has_signal(args[0] if args else (kwargs or {}).get("input"))
         result = func(*args, **(kwargs or {}))
+        if func in _CONVERSIONS and _is_truncated(args[0], result):
+            self.record.truncated.append(result)
         if is_rectifier and not is_off and isinstance(result, Tensor):
             counters = unit_counters(result)
             dead = float(dead_share(counters, inactivity=0.0))
             name = self.record.running[-1] if self.record.running else ""
             self.record.rectifiers.append(RectifierRecord(name, counters.shape[1], dead))
         return result
+
+
+def _is_truncated(numbers: Tensor, result: Tensor) -> bool:
+    """Return whether different floating-point numbers were converted to equal integers."""
+    if (
+        not numbers.is_floating_point()
+        or result.is_floating_point()
+        or result.is_complex()
+        or result.dtype is torch.bool
+    ):
+        return False
+    try:
+        return (
+            result.numel() > 1
+            and int(result.min()) == int(result.max())
+            and float(numbers.min()) != float(numbers.max())
+        )
+    except Exception:  # tensors without values, as in torch.func.vmap
+        return False
 
 
 def _has_signal(value: Any) -> bool:

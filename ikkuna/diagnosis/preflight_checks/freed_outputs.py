@@ -274,11 +274,20 @@ def _without_gradient(loss: _FreeLoss, begin: list[Tensor]) -> Iterator[Finding]
     silent, labels = ((tasks[0].scores == 0) & (tasks[1].scores == 0)).all(1), tasks[0].labels
     known = [k for k in labels.unique().tolist() if 0 <= k < tasks[0].classes]
     classes = [k for k in known if bool(silent[labels == k].all())]
-    ignored = [k for k in classes if not _is_padding(loss, k)]
+    ignored = [k for k in classes if not _is_padding(loss, k) and _is_silent(loss, begin, k)]
     if ignored and len(classes) < len(known):
         share = sum(float((labels == k).float().mean()) for k in ignored)
         names = ", ".join(map(str, ignored[:4]))
         yield mistakes.LABELS_WITHOUT_GRADIENT.found(share, detail=f"These are the labels of class {names}.")
+
+
+def _is_silent(loss: _FreeLoss, begin: list[Tensor], label: int) -> bool:
+    """Return whether the predictions of a class have no gradient either where they are the worst, which hard mining selects."""
+    free, axis = [value.clone() for value in begin], class_axis(loss.main, loss.labels)
+    assert axis is not None  # there are scores of classes
+    free[loss.place].select(axis, label).sub_(2 * _SCORE)
+    task = arranged_scores(loss.gradient(free, loss.map)[1][loss.place], loss.labels)
+    return task is not None and bool((task.scores[task.labels == label] == 0).all())
 
 
 def _is_padding(loss: _FreeLoss, label: int) -> bool:

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from ikkuna.diagnosis.mistakes import (
     ACTIVATION_BEFORE_LOSS,
+    DIVIDED_TWICE,
     INPUT_SCALE,
     LOSS_AT_INIT,
     LOSS_SCALE,
@@ -168,7 +169,7 @@ def _shifted_loss(trial: Trial) -> float:
 
 
 def loss_scale(trial: Trial) -> Iterator[Finding]:
-    """Find a loss that is a sum over the batch, or has a part that is one: each sample counts once, twice and three times."""
+    """Find a loss that is a sum over the batch, in part or as a whole, or divided by its size, with copies of the samples."""
     loss = trial.loss_value
     if loss.numel() != 1 or not bool(loss.isfinite().all()) or float(loss) == 0:
         raise CannotJudgeError("the loss is not a finite number")
@@ -184,6 +185,8 @@ def loss_scale(trial: Trial) -> Iterator[Finding]:
         # a part that is a sum and a part that is a mean grow together by the same amount with each copy
         if abs(thrice - twice - growth) < _ROUNDING * max(map(abs, (once, twice, thrice))):
             yield MIXED_REDUCTION.found(growth / once)
+        elif all(abs(number * value - once) < _RELATIVE * abs(once) for number, value in ((2, twice), (3, thrice))):
+            yield DIVIDED_TWICE.found(size or math.nan)
 
 
 def _loss_of_copies(trial: Trial, number: int) -> float:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ikkuna.diagnosis.mistakes import LABEL_OFFSET, PADDING_CHANGES_OUTPUT, PADDING_INSIDE, TIME_LEAK
+from ikkuna.diagnosis.mistakes import LABEL_OFFSET, ONE_INDEX, PADDING_CHANGES_OUTPUT, PADDING_INSIDE, TIME_LEAK
 from ikkuna.diagnosis.preflight_checks.batch import Batch
 from ikkuna.diagnosis.preflight_checks.dependence import changing_module, relative_change
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
@@ -163,6 +163,13 @@ def _shift_of_loss(trial: Trial, tokens: Tensor) -> int:
 
 
 _MORE = 3
+
+
+def one_index(trial: Trial) -> Iterator[Finding]:
+    """Find embeddings whose indices are all equal since numbers were converted to integers."""
+    _ = trial.output
+    for name, index in trial.first_step.record.one_index.items():
+        yield ONE_INDEX.found(index, name)
 
 
 def padding_inside(trial: Trial) -> Iterator[Finding]:
