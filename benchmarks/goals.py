@@ -62,6 +62,7 @@ GOALS = {
     "default preset, mean at every=10, GPT-2 shape, %": "1",
     "default preset, mean at every=10, ResNet-50, %": "1",
     "rules, mean, mlp, %": "0.5",
+    "judging the loss of every step, mlp, %": "0.3",
     "norms, GPT-2 shape, floors": "0.5",
     "norms, ResNet-50, floors": "0.95",
     "default preset at every step, GPT-2 shape, %": "16",
@@ -279,6 +280,22 @@ def means() -> Found:
     return found | {"rules, mean, mlp, %": ((cost["rules"] - cost["default"]) / cost["none"] * 100, 0.0)}
 
 
+def judging() -> Found:
+    """Measure what it costs to judge the loss of a step of an MLP, of about 27 ms, between two steps that are sampled."""
+    with tempfile.TemporaryDirectory() as directory:
+
+        def attach(work: Workload) -> None:
+            options: dict[str, Any] = {"rules": ["loss_spike"], "recorder": False, "log_dir": directory, "verbosity": 0}
+            own = NormSubscriber("weights", subsample=10**9)
+            work.close = ikkuna.watch(work.model, own, loss=work.loss, preflight=False, **options).close
+
+        works = attached(MODELS["mlp"], {"bare": bare, "judged": attach})
+        for _ in range(60):
+            works["judged"].step()
+        cost = differences(works, 200)  # the median is a step that is not sampled
+    return {"judging the loss of every step, mlp, %": (cost["judged"] / cost["bare"] * 100, 0.0)}
+
+
 def peak(step: Callable[[], object]) -> int:
     """Return the largest resident memory in a step, in bytes."""
     Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the largest value so far
@@ -337,7 +354,7 @@ def set_up() -> Found:
     }
 
 
-PARTS = {part.__name__: part for part in (models, kernels, chains, means, large, set_up)}
+PARTS = {part.__name__: part for part in (models, kernels, chains, means, judging, large, set_up)}
 
 
 def run(part: str, tree: Path) -> Found:

@@ -3,6 +3,8 @@
 Each case is made from its number, so that a table can be continued after an interruption: cases that are in the file are left out.
 
     python benchmarks/spikes.py rows --cases 1000 --file benchmarks/spikes.jsonl
+    python benchmarks/spikes.py rows --missed --file benchmarks/spikes.jsonl  # again those that were not noticed
+    python benchmarks/spikes.py scores --cases 1000 --file benchmarks/spikes.jsonl  # without a recorder, after 66 steps
     python benchmarks/spikes.py causes --cases 400 --file benchmarks/spikes.jsonl
     python benchmarks/spikes.py table --file benchmarks/spikes.jsonl
 """
@@ -25,12 +27,14 @@ from ikkuna.export.messages import MessageBus
 from ikkuna.export.row_ranking import rank_rows
 from ikkuna.export.subscriber import LossSubscriber
 from ikkuna.export.verdict import verdict
+from ikkuna.numerics.spike_score import LIMIT, spike_scores
 
 POISONS = ("scaled", "nan", "label", "shuffled", "outlier")
 CAUSES = ("row", "state", "rate", "device", "software")
 SIZES = (8, 16, 32, 64, 128, 256, 1024, 4096)
 FEATURES, LENGTH, CLASSES = 12, 6, 4
 WARM, HEALTHY = 150, 42  # steps without and with the recorder before the spike
+SCORED = 66  # steps before a spike of which only the score is computed
 
 
 class Recurrent(nn.Module):
@@ -126,13 +130,18 @@ class Training:
         self.exporter.add_modules(self.model)
         self.exporter.set_loss(self.loss)
         self.exporter.message_bus.register_subscriber(LossSubscriber(backend="null"))
+        self.exporter.apply_rules(["loss_spike", "nonfinite"], every=10, backend="null")
         self.exporter.record_steps(RecorderOptions(burst=0, state_every=1, **options))
         self.exporter.load_state_dict({"global_step": first, "train_step": first, "epoch": 0})
         self.losses = []
 
     def build(self):
-        model = MODELS[self.name]()
-        model = Noise(model) if self.noise else model
+        return self.build_of(self.name, self.noise)
+
+    @staticmethod
+    def build_of(name, noise=False):
+        model = MODELS[name]()
+        model = Noise(model) if noise else model
         return model, nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters(), 3e-3, betas=(0.9, 0.95))
 
     def step(self, x, y):
@@ -143,13 +152,13 @@ class Training:
         self.losses.append(loss.item())
 
     def dump(self):
-        """Return the dump of the last step, and whether the recorder has noticed the spike itself."""
-        is_noticed = self.exporter._attachment.recorder._writer is not None
+        """Return the dump of the last step, whether a finding names this step, and whether a dump was written by itself."""
         last = self.exporter._session.context.tracker.counters.global_step - 1
         path = self.exporter.dump(timeout=300.0)
         self.exporter.close()
         own = [each for each in self.exporter.dumps if each != path and read_dump(each).step == last]
-        return read_dump(path), bool(own) and is_noticed
+        is_noticed = any(last in (finding.step, *finding.again) for finding in self.exporter.findings)
+        return read_dump(path), is_noticed, bool(own)
 
 
 def poisoned(x, y, kind, row, random):
@@ -190,7 +199,7 @@ def row_case(number):
         row = int(random.integers(size))
         x, y = poisoned(*batch(size, 1_000 * number + 999), kind, row, random)
         training.step(x, y)
-        dump, is_noticed = training.dump()
+        dump, is_noticed, is_dumped = training.dump()
         kept = (
             [each for each in dump.tensors("batches.pt") if each["step"] == dump.step] if dump.has("batches.pt") else []
         )
@@ -199,7 +208,35 @@ def row_case(number):
         place = next(i for i, each in enumerate(ranking.rows) if each.number == row)
     return {
         "case": number, "what": "row", "kind": kind, "model": name, "size": size, "step": first + HEALTHY, "noticed": is_noticed,
-        "deviations": deviations(training.losses), "batch": has_batch, "place": place, "out": ranking.rows[place].stands_out,
+        "dumped": is_dumped, "deviations": deviations(training.losses), "batch": has_batch, "place": place,
+        "out": ranking.rows[place].stands_out,
+    }  # fmt: skip
+
+
+def score_case(number):
+    """Plant the row of `row_case` after more steps, without a recorder, and return the score of its loss."""
+    random = np.random.default_rng(number)
+    kind, name = POISONS[number % 5], list(MODELS)[number // 5 % 4]
+    size = SIZES[number // 20 % len(SIZES)]
+    random.integers(0, 40)
+    model, loss, optimizer = Training.build_of(name)
+    state, of_optimizer = trained(name, size)
+    model.load_state_dict(copy.deepcopy(state))
+    optimizer.load_state_dict(copy.deepcopy(of_optimizer))
+    losses = []
+    for step in range(SCORED + 1):
+        x, y = batch(size, 1_000 * number + (999 if step == SCORED else step))
+        if step == SCORED:
+            x, y = poisoned(x, y, kind, int(random.integers(size)), random)
+        optimizer.zero_grad()
+        value = loss(model(x), y)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    far = (losses[-1] - np.median(losses[:-1])) / (max(losses[:-1]) - np.median(losses[:-1]))
+    return {
+        "case": number, "what": "score", "kind": kind, "model": name, "size": size, "deviations": deviations(losses),
+        "score": float(spike_scores(losses)[-1]), "over_largest": float(far),
     }  # fmt: skip
 
 
@@ -268,7 +305,7 @@ def cause_case(number):
                 "size": size,
                 "deviations": far,
             }
-        dump, _ = training.dump()
+        dump, *_ = training.dump()
         if cause == "software":
             training.model.large = False
         found = verdict(dump, *training.build())
@@ -300,6 +337,16 @@ def table(results):
             print(
                 f"  {low} to {high} deviations: {len(cases)}, first {sum(c['place'] == 0 for c in cases) / len(cases):.1%}"
             )
+    scored = [each for each in results if each["what"] == "score"]
+    spikes = [each for each in scored if each["deviations"] > 10]
+    missed = [each for each in spikes if each["score"] <= LIMIT]
+    print(
+        f"scores after {SCORED} steps: {len(scored)} cases, {len(spikes)} of them beyond 10 deviations, {len(missed)} missed"
+    )
+    for each in missed:
+        print(
+            f"  case {each['case']}: score {each['score']:.1f}, {each['over_largest']:.1f} times as far as the largest before"
+        )
     causes = [each for each in results if each["what"] == "cause" and "verdict" in each]
     print(f"causes: {len(causes)} cases beyond 10 deviations")
     for cause in ("all", *CAUSES):
@@ -315,22 +362,27 @@ def table(results):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("rows", "causes", "table"))
+    parser.add_argument("what", choices=("rows", "scores", "causes", "table"))
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--missed", action="store_true", help="run those cases of the file again that were not noticed")
     parser.add_argument("--file", type=Path, default=Path(__file__).with_suffix(".jsonl"))
     options = parser.parse_args()
-    known = [json.loads(line) for line in options.file.read_text().splitlines()] if options.file.exists() else []
+    lines = options.file.read_text().splitlines() if options.file.exists() else []
+    known = {(each["what"], each["case"]): each for each in map(json.loads, lines)}  # the last of each
     if options.what == "table":
-        table(known)
+        table(known.values())
         return
-    case, what = (row_case, "row") if options.what == "rows" else (cause_case, "cause")
-    done = {each["case"] for each in known if each["what"] == what}
-    for number in range(options.first, options.first + options.cases):
-        if number not in done:
-            result = case(number)
-            with options.file.open("a") as file:
-                file.write(json.dumps(result) + "\n")
+    case, what = {"rows": (row_case, "row"), "scores": (score_case, "score"), "causes": (cause_case, "cause")}[
+        options.what
+    ]
+    numbers = [n for n in range(options.first, options.first + options.cases) if (what, n) not in known]
+    if options.missed:
+        numbers = [n for (w, n), each in known.items() if w == what and each["deviations"] > 10 and not each["noticed"]]
+    for number in numbers:
+        result = case(number)
+        with options.file.open("a") as file:
+            file.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class SpikeScore:
         \frac{\min(r, 25)}{4} \right)
 
     where one in 32 of the last :math:`n \leq 512` values of :math:`w u s / v` is larger than :math:`q`, which is 2.2 for normal noise,
-    :math:`p` is the largest of them, so that the cube of two large values does not hide one that is far above both,
+    :math:`p` is the largest of them over :math:`u / v`, so that a value about ten times as far is a spike,
     and :math:`r` is the third largest: what happens again and again is usual, unless it is very large.
     Here :math:`v = \max(\mathrm{median}_i |r_i - c|, M / 2000)` is a unit that a heavy tail does not widen.
     Median, unit and factor are computed again after every 16 values, so most values cost one comparison with `threshold`.
@@ -130,7 +130,8 @@ class SpikeScore:
         count = len(values)
         if 2 * np.count_nonzero(values == self._level) > count or 4 * np.count_nonzero(values == values.min()) > count:
             self._unit = max(self._unit, self._largest)
-        self._width = _width(np.array(self._distances)) * max(_ENOUGH / self.count, 1)
+        ratio = self._unit / self._deviation if self._deviation else 1.0
+        self._width = _width(np.array(self._distances), ratio) * max(_ENOUGH / self.count, 1)
         self.threshold = self._middle + LIMIT * self._width * self._unit
 
     def _measure(self, values: NDArray[np.float64]) -> None:
@@ -152,14 +153,14 @@ def _median(values: NDArray[np.float64]) -> float:
     return float(0.5 * (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]))
 
 
-def _width(distances: NDArray[np.float64]) -> float:
-    """Return the factor of the unit."""
+def _width(distances: NDArray[np.float64], ratio: float) -> float:
+    """Return the factor of the unit, which is `ratio` times that of the distances."""
     if not (count := len(distances)):
         return 1.0
     rank = count - 1 - count // _RARE
     part = np.partition(distances, (rank, count - 3))
     heavy = max(part[rank] / (_NORMAL * (1 + 4 / math.sqrt(count))), 0.0) ** 3
-    return float(max(1.0, min(heavy, part[-3:].max()), min(part[count - 3], 25.0) / 4))
+    return float(max(1.0, min(heavy, part[-3:].max() / ratio), min(part[count - 3], 25.0) / 4))
 
 
 def spike_scores(values: Iterable[Any]) -> NDArray[np.float64]:

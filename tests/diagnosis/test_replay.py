@@ -75,6 +75,36 @@ def test_a_replay_measures_the_same_bits_and_finds_the_same(tmp_path, state_ever
     assert result.is_reproduced
 
 
+def test_a_spike_between_two_samples_is_replayed_with_the_same_random_numbers(tmp_path):
+    model, loss, optimizer = build().values()
+    metrics = (
+        NormSubscriber("weight_gradients", subsample=10, backend="null"),
+        VarianceSubscriber("activations", subsample=10, backend="null"),
+    )
+    options = RecorderOptions(burst=0, state_every=10, every=10)
+    with ikkuna.watch(
+        *(model, *metrics),
+        loss=loss,
+        rules=["loss_spike"],
+        log_dir=tmp_path,
+        verbosity=0,
+        preflight=False,
+        recorder=options,
+    ) as watched:
+        for step in range(SPIKE + 10):
+            optimizer.zero_grad()
+            rows = torch.randint(0, 256, (32,))
+            loss(model(X[rows]), Y[rows] if step != SPIKE + 7 else (Y[rows] + 1) % 3).backward()
+            optimizer.step()
+    [dump] = [each for each in map(read_dump, watched.dumps) if each.step == SPIKE + 7]
+    result = ikkuna.replay(dump, **build())
+    assert result.first_step == SPIKE
+    assert result.compared > 2
+    assert result.equal == result.compared
+    assert result.loss[0] == result.loss[1]
+    assert result.is_reproduced
+
+
 def test_a_replay_of_another_batch_is_not_the_same(tmp_path):
     dump = of_a_finding(train(tmp_path, state_every=10))
 

@@ -47,7 +47,8 @@ def reference(values):
         width = 1.0
         if known:
             rare = known[len(known) // 32] / (2.2 * (1 + 4 / math.sqrt(len(known))))
-            width = max(1.0, min(rare**3, known[0]) if rare > 0 else 0.0, min(known[2], 25.0) / 4)
+            largest_seen = known[0] * deviation / unit if deviation else known[0]
+            width = max(1.0, min(rare**3, largest_seen) if rare > 0 else 0.0, min(known[2], 25.0) / 4)
         scale = width * max(48 / begin, 1) * unit
         for i in range(begin, min(begin + 16, len(x))):
             distance = min(x[i] - middle, 1.5 * (x[i] - x[i - 4 : i].max()))
@@ -178,6 +179,16 @@ def test_two_early_spikes_do_not_hide_one_that_is_twenty_times_as_far():
     for value in values:
         score.add(value)
     assert score.of(1.7) < 1 < LIMIT < score.of(1 + 20 * 0.6)
+
+
+def test_a_value_ten_times_as_far_as_any_before_is_a_spike_in_noise_with_a_heavy_tail():
+    values = [1 + 0.01 * (i * 7 % 10) for i in range(64)]
+    for i, far in zip(range(5, 64, 7), (0.4, 1.5, 0.2, 3.0, 0.3, 0.8, 2.0, 0.5, 0.6), strict=True):
+        values[i] += far
+    score = SpikeScore()
+    for value in values:
+        score.add(value)
+    assert score.of(1 + 2 * 3.0) < LIMIT < score.of(1 + 11 * 3.0)
 
 
 def test_a_new_level_is_a_spike_once_and_then_usual():
