@@ -235,6 +235,16 @@ def test_the_score_of_gradients_against_those_of_a_backward(name, first, then, s
     assert last(name, series | layers("weight_micro_gradients_norm2"), 11) == pytest.approx(score)
 
 
+@pytest.mark.parametrize(
+    ("whole", "number", "score"),
+    [(512.0, 256.0, 0.0), (512.0, 1.0, 1.0), (2.0 * 6 * 4096, 6.0, 1.0), (2.0 * 4096, 6.0, 1.0), (24.0, 12.0, 0.0)],
+)
+def test_the_factor_of_a_scaler_is_not_the_number_of_micro_batches(whole, number, score):
+    series = gradients() | layers("weight_micro_gradients_norm2") | {("micro_batches", None): sampled([number])}
+    losses = {("loss", None): sampled([2.0]), ("loss", "objective"): sampled([whole])}
+    assert last("scaler_bypassed", series | losses, 11) == score
+
+
 def test_gradients_of_a_backward_that_gave_zeros_are_those_of_earlier_steps():
     series = layers("weight_gradients_norm2") | layers("weight_micro_gradients_norm2", fc0=0.0, fc1=0.0, head=0.0)
     assert last("not_zeroed", series, 1) == pytest.approx(1 / 3)

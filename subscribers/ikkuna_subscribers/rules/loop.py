@@ -136,10 +136,12 @@ def _scaled_by(history: History) -> float:
     ratio, labels = whole.last / own.last, history.curve("label_count")
     if labels is not None and abs(ratio / max(labels.last, 1.0) - 1) < 0.05:  # a sum over the labels
         return math.nan
-    if not 0 < ratio < math.inf:
-        return math.nan
-    exponent = round(math.log2(ratio))
-    return 2.0**exponent if abs(ratio / 2.0**exponent - 1) < 0.01 else math.nan
+    parts = 1.0 if (count := history.curve("micro_batches")) is None else max(count.last, 1.0)
+    for factor in (ratio / parts, ratio):  # the losses of micro-batches add up, unless they are divided
+        exponent = round(math.log2(factor)) if 0 < factor < math.inf else 0
+        if abs(factor / 2.0**exponent - 1) < 0.01:
+            return 2.0**exponent
+    return math.nan
 
 
 class ScalerBypassedRule(Rule):
@@ -154,7 +156,7 @@ class ScalerBypassedRule(Rule):
 
     name = "scaler_bypassed"
     needs = sources("loss", "weight_gradients_norm2", "weight_micro_gradients_norm2")
-    uses = sources("output_cross_entropy", "label_count", "step_skipped")
+    uses = sources("output_cross_entropy", "label_count", "micro_batches", "step_skipped")
     judged_on = frozenset(("weight_gradients_norm2",))
     severity = "error"
     explains = frozenset(
