@@ -76,6 +76,7 @@ add("SpectralNormSubscriber", "weight_updates", conv="operator", input_size=(8, 
 add("RatioSubscriber", ["weight_updates", "weights"])
 add("GlobalNormSubscriber")
 add("ClippingSubscriber")
+add("LossChangeBoundSubscriber")
 add("OptimizerStateSubscriber", "exp_avg")
 add("OptimizerStateSubscriber", "momentum_buffer", "mean", label="mean")
 add("PrecisionSubscriber", "weight_gradients")

@@ -303,8 +303,7 @@ class FindingList:
     def _add(self, finding: Finding) -> bool:
         rule = finding.rule
         if rule in self.causes:
-            self._join(finding)
-            return False
+            return self._join(finding)
         if (cause := self._folded.get(rule)) is not None:
             known = self.causes[cause]
             self.causes[cause] = replace(known, severity=_graver(known.severity, finding.severity))
@@ -327,14 +326,20 @@ class FindingList:
                 return cause
         return None
 
-    def _join(self, finding: Finding) -> None:
+    def _join(self, finding: Finding) -> bool:
+        """Add a further finding of a rule; a graver one of the same module takes the place of the known one, and is new."""
         known = self.causes[finding.rule]
         modules = known.modules or ((known.module,) if known.module else ())
+        is_graver = SEVERITIES.index(finding.severity) > SEVERITIES.index(known.severity)
+        is_graver = is_graver and finding.module == known.module
+        if is_graver:
+            known = replace(finding, modules=known.modules, consequences=known.consequences)
         if finding.module and finding.module not in modules:
             known = replace(known, modules=(*modules, finding.module))
         elif finding.step is not None and finding.step not in (known.step, *known.again):
             known = replace(known, again=(*known.again, finding.step)[-LATER_STEPS:])
         self.causes[finding.rule] = replace(known, ended=None)
+        return is_graver
 
     def _fold(self, rule: str, cause: str, severity: str) -> None:
         self._folded[rule] = cause

@@ -361,9 +361,11 @@ class Judge:
         self._undecided.clear()
         return [finding for finding in graver if finding is not None]
 
-    def _severity(self, rule: Rule) -> str:
-        """Return the severity of a new finding, which the loss bounds."""
+    def _severity(self, rule: Rule, score: Score) -> str:
+        """Return the severity of a new finding, which the loss and the values of the rule bound."""
         falls = self._history.loss_falls
+        if score.at_most != "error":
+            return min(rule.severity, score.at_most, key=SEVERITIES.index)
         bounded = min(rule.severity, rule.severity_while_falling, key=SEVERITIES.index)
         if falls is None and self._history.curve("loss") is None:
             return rule.severity
@@ -429,7 +431,7 @@ class Judge:
         kind = score.kind or next(iter(rule.needs))
         curve = self._history.curves(kind).get(score.module) or self._history.curve(kind)
         entry = self._history.network.entry(score.module)
-        severity = self._severity(rule)
+        severity = self._severity(rule, score)
         return Finding(
             rule=rule.name,
             version=rule.version,
@@ -444,7 +446,7 @@ class Judge:
             limits=rule.healthy(score),
             class_name=entry.class_name if entry is not None else "",
             source=entry.source if entry is not None else "",
-            against=() if severity == rule.severity else (self._doubt(rule),),
+            against=() if severity == rule.severity or score.at_most != "error" else (self._doubt(rule),),
         )
 
     def _doubt(self, rule: Rule) -> str:

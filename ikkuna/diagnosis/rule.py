@@ -37,6 +37,8 @@ class Score(NamedTuple):
         Further sentences of the finding, if the values say more than the mistake.
     advice : str
         What to try, if the values show which of several causes the mistake has; by default the advice of the rule.
+    at_most : {'info', 'warning', 'error'}
+        The highest severity that the values justify.
     """
 
     value: float
@@ -46,6 +48,7 @@ class Score(NamedTuple):
     step: int | None = None
     detail: str = ""
     advice: str = ""
+    at_most: str = "error"
 
 
 class Rule(ABC):

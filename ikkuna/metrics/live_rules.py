@@ -389,7 +389,7 @@ def _writes_files(backend: "str | Backend") -> bool:
 
 
 _OWN = (
-    *("averaged_ranks", "evaluations_in_training_mode", "gradients_at_step", "loss_of_other_models", "micro_batches"),
+    *("averaged_ranks", "evaluations_in_training_mode", "gradients_at_step", "micro_batches"),
     *("learning_rate", "optimizer_closure", "step_skipped", "unowned_parameters"),
     *("optimizer_beta1", "optimizer_beta2", "optimizer_epsilon", "optimizer_weight_decay"),
 )

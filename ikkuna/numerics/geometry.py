@@ -8,6 +8,7 @@ Therefore tensors are split into chunks of 131,072 elements, whose sums are adde
 An update is :math:`u = d + r`, with the part *d* of weight decay and the part *r* of the gradients of the loss.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,6 +50,38 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     if a.shape != b.shape or a.is_meta or b.is_meta:
         return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
     return _sum_of_products(a, b, subtract=False)
+
+
+def spread_elements(x: Tensor, number: int) -> Tensor | None:
+    """Return a copy of at most `number` elements of `x` at equal distances in the order of its axes.
+
+    The distance has no common divisor with the length of the last axis, so that the elements come from all of its positions.
+
+    Parameters
+    ----------
+    x : Tensor
+        Of any shape and dtype.
+    number : int
+        The largest number of elements.
+
+    Returns
+    -------
+    Tensor or None
+        1-d, of the dtype of what `ikkuna.numerics.elements.readable` returns.  ``None`` for a sparse tensor, and for one without numbers.
+
+    Examples
+    --------
+    >>> spread_elements(torch.arange(12.0).reshape(3, 4), 5)
+    tensor([0., 3., 6., 9.])
+    """
+    read = readable(x.detach())
+    if read is None or read[1]:
+        return None
+    flat = read[0].reshape(-1)
+    distance, last = max(1, math.ceil(len(flat) / number)), x.shape[-1] if x.ndim else 1
+    while math.gcd(distance, last) > 1:
+        distance += 1
+    return flat[::distance].clone()
 
 
 def squared_norm(a: Tensor) -> Tensor:

@@ -376,8 +376,6 @@ class StepCycle:
         }
         if self._context.recorder.plan.parameters:
             facts["gradients_at_step"] = optimizers.gradients
-        if self._hooks.losses.is_shared:
-            facts["loss_of_other_models"] = 1
         return {
             "learning_rates": optimizers.rates,
             "settings": optimizers.settings,

@@ -16,7 +16,7 @@ from ikkuna.export.messages import Message, MessageBatch, ModuleMessage, Network
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.metrics.messages.kinds import MICRO_KINDS, PARAMETER_KINDS
 from ikkuna.numerics.elements import readable
-from ikkuna.numerics.geometry import dot, squared_norm
+from ikkuna.numerics.geometry import dot, spread_elements, squared_norm
 from ikkuna.numerics.noise import RunningNoise, gradient_snr, pairwise_noise_scale, sign_agreement, signs_of
 from ikkuna_subscribers._helpers import SampleCount, require_integers
 
@@ -469,3 +469,76 @@ class ClippingSubscriber(PlotSubscriber):
         if math.isfinite(before):
             self._clipped = [*self._clipped, after < before * (1 - 1e-4)][-self.window :]
             self.emit(NetworkMessage(stamp, share_kind), sum(self._clipped) / len(self._clipped), share_kind)
+
+
+_SPREAD = 4096
+
+
+class LossChangeBoundSubscriber(PlotSubscriber):
+    r"""An upper bound on how much the movement of the weights since the last sample has changed the loss.
+
+    .. math:: b_t = \sum_l \left\langle g_l(w_t), \; w_{l,t} - w_{l,s} \right\rangle
+
+    with the gradients :math:`g_l` of the present batch before clipping, and the weights :math:`w_{l,s}` of the last sample.
+    If the loss is convex between the two samples, :math:`L(w_t) - L(w_s) \le b_t`: a fixed function of the weights cannot have risen by
+    more.  The sum of the bounds over a training is compared with the rise of the loss.  A rise that exceeds it was not made by the steps:
+    the labels, the data, or the weights of another model have changed, as in reinforcement learning, in a game, or with a teacher.
+
+    Takes ``weight_gradients_unclipped``, ``bias_gradients_unclipped``, ``weights`` and ``biases``.
+    Publishes ``loss_change_bound`` of the whole network, in the unit of the loss, from the second sample on.
+    It is NaN if an element is NaN or Inf.  A sum over 4,096 elements of a tensor, at equal distances, stands for that over all of them;
+    the subscriber keeps a copy of these elements.  Sparse gradients, and optimizers that evaluate a closure, are left out.
+
+    Look for: positive values, which show steps that are too long.
+
+    Parameters
+    ----------
+    **options : Any
+        See `Subscriber`.
+
+    Examples
+    --------
+    >>> LossChangeBoundSubscriber().publishes
+    ('loss_change_bound',)
+    """
+
+    quantity = Quantity(scale="signed", larger="bad")
+    merge = "last"
+    of_network = True
+    needs_whole = True
+    state = ("_before",)
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("publishes", "loss_change_bound")
+        super().__init__((*_UNCLIPPED, "weights", "biases"), **options)
+        self._before: dict[tuple[str, str | None], Tensor] = {}
+        self._gradients: dict[tuple[str, str | None], tuple[int, Tensor]] = {}
+        self._bounds: list[float] = []
+
+    def measure(self, message: ModuleMessage) -> Tensor | None:
+        """Store elements of a gradient, or return the bound of the weight that it belongs to."""
+        found = spread_elements(message.data, _SPREAD)
+        if found is None:
+            return None
+        key = "bias" if message.kind.startswith("bias") else "weight", message.series_name
+        if message.kind in _UNCLIPPED:
+            self._gradients[key] = message.global_step, found
+            return None
+        step, gradient = self._gradients.pop(key, (-1, found))
+        if step != message.global_step or gradient.shape != found.shape:
+            return None
+        before, self._before[key] = self._before.get(key), found
+        if before is None or (before.shape, before.device) != (found.shape, found.device):
+            return None
+        size: int = message.data.numel()
+        return dot(gradient, found - before).reshape(1) * (size / max(len(found), 1))
+
+    def compute(self, message: ModuleMessage) -> None:
+        """Store the bound of a weight until the step is over."""
+        self._bounds.append(float(message.data[0]))
+
+    def finish(self, stamp: Stamp) -> None:
+        """Emit the bound of the whole network."""
+        bounds, self._bounds = self._bounds, []
+        if bounds:
+            self.emit(NetworkMessage(stamp, self.publishes[0]), math.fsum(bounds))

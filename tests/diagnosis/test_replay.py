@@ -29,7 +29,7 @@ def build():
 
 
 def train(log_dir, accumulate=1, clip=None, state_every=1, rules="loss_spike", **options):
-    """Train with dropout, batch norm and a scheduler, from a step on with wrong labels; return the dumps."""
+    """Train with dropout, batch norm and a scheduler, with one step that is far too long; return the dumps."""
     model, loss, optimizer = build().values()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     exporter = Exporter(message_bus=MessageBus("replayed"), log_dir=log_dir, on_error="raise")
@@ -44,11 +44,15 @@ def train(log_dir, accumulate=1, clip=None, state_every=1, rules="loss_spike", *
         optimizer.zero_grad()
         for _ in range(accumulate):
             rows = torch.randint(0, 256, (32,))
-            labels = Y[rows] if step < SPIKE else (Y[rows] + 1) % 3
+            labels = Y[rows]
             loss(model(X[rows]), labels).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
+        for group in optimizer.param_groups:
+            group["lr"] *= 300 if step == SPIKE - 1 else 1
         optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] /= 300 if step == SPIKE - 1 else 1
         scheduler.step()
     exporter.close()
     return [read_dump(path) for path in exporter.dumps]
@@ -238,9 +242,9 @@ def test_a_rule_that_is_not_installed_is_passed_again(tmp_path):
 
 def test_the_thresholds_of_the_training_are_used(tmp_path):
     [rule] = get_rules("loss_spike")
-    rule.deviations = 5.0
+    rule.deviations = 9.0
     dump = of_a_finding(train(tmp_path, rules=rule))
-    assert dump.facts["rules"][0]["deviations"] == 5.0
+    assert dump.facts["rules"][0]["deviations"] == 9.0
     assert ikkuna.replay(dump, **build()).is_reproduced
 
 

@@ -109,6 +109,11 @@ GUESS = 2.1 + 9 / 64  # the entropy of the labels, and the correction for 10 cla
         ("diverges", loss((2.0, 9), (-2.0, 1), (5.2, 30)), 50, None),
         ("diverges", loss((2.0, 10), (-2.0, 1), (5.2, 30)), 50, 2.0),
         ("diverges", loss((2.0, 20), (5.2, 30)), 20, None),
+        # twice the share of the rise that the movement of the weights can have made; a loss of 2 cannot fall by more than 2
+        ("diverges", loss((2.0, 20), (5.2, 30)) | {("loss_change_bound", None): sampled([0.2] * 5)}, 50, 0.5),
+        ("diverges", loss((2.0, 20), (5.2, 30)) | {("loss_change_bound", None): sampled([0.4] * 5)}, 50, 1.0),
+        ("diverges", loss((2.0, 20), (5.2, 30)) | {("loss_change_bound", None): sampled([0, -90, 8.4, 0])}, 50, 2.0),
+        ("diverges", loss((2.0, 20), (5.2, 30)) | {("loss_change_bound", None): sampled([0, math.nan])}, 50, 2.0),
         # twice log C
         ("loss_at_init", classification(output_cross_entropy=2 * math.log(10)), 1, 1.0),
         ("loss_at_init", classification(output_cross_entropy=3 * math.log(10)), 11, 1.5),

@@ -16,6 +16,7 @@ from ikkuna.export.subscriber import (
     ClippingSubscriber,
     GlobalNormSubscriber,
     LearningRateSubscriber,
+    LossChangeBoundSubscriber,
     MeanSubscriber,
     MessageMeanSubscriber,
     NonFiniteSubscriber,
@@ -411,3 +412,54 @@ def test_clipping_shows_the_norm_before_and_the_share_of_clipped_steps():
         values.setdefault(series.kind, []).append(value)
     assert values["gradient_norm_unclipped"] == pytest.approx(expected, rel=1e-6)
     assert values["clipped_share"] == pytest.approx([0, 1 / 2, 1 / 3, 2 / 3])
+
+
+def test_the_bound_of_a_quadratic_loss_is_its_slope_times_the_way_of_the_weights():
+    """Against the same sum written by hand, with clipping, a bias, steps between samples, and a step that is too long."""
+    torch.manual_seed(0)
+    model, recording, expected, losses = torch.nn.Linear(70, 80), RecordingBackend(), [], []
+    before, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x, y = torch.randn(200, 70), torch.randn(200, 80)
+    with Exporter(message_bus=MessageBus(), on_error="raise") as exporter:
+        exporter.add_modules(model)
+        exporter.message_bus.register_subscriber(LossChangeBoundSubscriber(subsample=3, backend=recording))
+        for step in range(10):
+            optimizer.param_groups[0]["lr"] = 40.0 if step == 7 else 0.1
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            if step % 3 == 0:
+                losses.append(loss.item())
+                now = [p.detach().double().clone() for p in model.parameters()]
+                if step:
+                    pairs = zip(model.parameters(), now, before, strict=True)
+                    expected.append(sum((p.grad * (w - v)).sum().item() for p, w, v in pairs))
+                before = now
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01 if step < 7 else 10)
+            optimizer.step()
+    [found] = curves(recording).values()
+    # 2,800 of the 5,600 weights stand for all of them
+    assert found == pytest.approx(expected, rel=0.2)
+    assert all(
+        after - start <= bound + 0.1 * abs(bound)
+        for start, after, bound in zip(losses, losses[1:], found, strict=False)
+    )
+    assert [bound > 0 for bound in found] == [False, False, True]
+
+
+def test_steps_without_a_gradient_and_closures_have_no_bound():
+    model, recording = torch.nn.Linear(4, 2), RecordingBackend()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    with Exporter(message_bus=MessageBus(), on_error="raise") as exporter:
+        exporter.add_modules(model)
+        exporter.message_bus.register_subscriber(LossChangeBoundSubscriber(backend=recording))
+        for _ in range(3):
+            optimizer.step(closure)
+    assert not curves(recording)

@@ -1,14 +1,12 @@
 """Finds the loss of a step, its weight, and the outputs and labels that it was computed from."""
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ikkuna.diagnosis.recorded_preflight import RecordedPreflight
 from ikkuna.distributed.dtensor import is_distributed
@@ -27,7 +25,6 @@ from ikkuna.support.torch_internals import call_around_backward, number_of_node
 
 _BY_SEQUENCE = ("CTCLoss",)
 _MOST_NODES_OF_LOSS = 1024  # a walk of half a millisecond
-_MOST_WALKS = 16
 
 
 def is_computed_in(losses: Sequence[Any], recorded: range) -> bool | None:
@@ -57,27 +54,6 @@ def is_computed_in(losses: Sequence[Any], recorded: range) -> bool | None:
             return None
         for behind, _ in reversed(node.next_functions):
             waiting.append(behind)
-    return False
-
-
-def depends_on(losses: Iterable[Any], parameters: Collection[int]) -> bool:
-    """Return whether the graph of losses contains a parameter with one of these ids, among its first 1,024 nodes.
-
-    Examples
-    --------
-    >>> x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
-    >>> depends_on([(2 * x).exp()], {id(x)}), depends_on([(2 * x).exp()], {id(y)})
-    (True, False)
-    """
-    waiting = deque(x.grad_fn if isinstance(x, Tensor) else x.node for x in losses)
-    seen = set[Any]()
-    while waiting and len(seen) < _MOST_NODES_OF_LOSS:
-        if (node := waiting.popleft()) is None or node in seen:
-            continue
-        if id(getattr(node, "variable", None)) in parameters:
-            return True
-        seen.add(node)
-        waiting.extend(behind for behind, _ in node.next_functions)
     return False
 
 
@@ -192,8 +168,6 @@ class LossHooks:
     ----------
     has_loss, has_labels : bool
         Whether a loss and labels were seen, in any step.
-    is_shared : bool
-        Whether a loss has depended on parameters of the optimizer of another model, in any step that was sampled.
     preflight : RecordedPreflight, optional
         Receives the first call of the loss module with a gradient, if that is in step 0.
     validation : callable
@@ -204,8 +178,7 @@ class LossHooks:
 
     def __init__(self, context: HookContext) -> None:
         self.context = context
-        self.has_loss = self.has_labels = self.is_shared = False
-        self._others, self._walks = weakref.WeakSet[Optimizer](), 0
+        self.has_loss = self.has_labels = False
         self.preflight: RecordedPreflight | None = None
         self.validation: Callable[[bool], Recorder] = lambda loss: context.recorder
         self._was_called = self._is_unowned = self._knows_labels = False
@@ -369,7 +342,6 @@ class LossHooks:
         tracker, recorder = context.tracker, context.recorder
         if context.model.stages or tracker.pass_name != TRAINING:
             return
-        self._look_for_others()
         arguments, self._arguments = self._arguments, []
         loss = self._backward_loss() if arguments or recorder.wants(context.sites("loss")) else None
         if loss is not None:
@@ -400,19 +372,6 @@ class LossHooks:
         is_expected = roots and accumulates and forward is not None and forward.part >= 0 and thread == get_ident()
         if is_expected and forward is not None and is_computed_in(roots, recorded):
             self.arm([("", root) for root in roots if isinstance(root, Tensor)], forward)
-
-    def note_other(self, optimizer: Optimizer) -> frozenset[int]:
-        """Keep a weak reference to an optimizer that owns no parameter of the model; return the ids of those, which are none."""
-        self._others.add(optimizer)
-        return frozenset()
-
-    def _look_for_others(self) -> None:
-        """Set `is_shared` if the loss of the running backward depends on parameters of an optimizer of another model."""
-        if self.is_shared or not self._others or self._walks == _MOST_WALKS:
-            return
-        self._walks += 1
-        theirs = {id(p) for optimizer in self._others for group in optimizer.param_groups for p in group["params"]}
-        self.is_shared = depends_on([root for root, _ in backward_roots()[0]], theirs)
 
     def _backward_loss(self) -> Tensor | None:
         """Return the number of which the running backward computes gradients, attached to no graph.

@@ -181,7 +181,7 @@ class OptimizerHooks:
         if context.is_off:
             return
         parameters, tracker = context.parameters, context.tracker
-        owned = parameters.owned_ids(optimizer) or self._loss.note_other(optimizer)
+        owned = parameters.owned_ids(optimizer)
         if not owned or (_has_no_rate(optimizer) and creates_optimizer_state()):
             return
         closure = any(map(callable, (*args[1:], kwargs.get("closure"))))

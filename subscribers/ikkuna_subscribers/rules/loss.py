@@ -10,24 +10,27 @@ from ikkuna.diagnosis.history import middle
 from ikkuna.diagnosis.mistakes import LOSS_AT_INIT, LOSS_SCALE
 from ikkuna.numerics.prediction import initial_cross_entropy, initial_logit_deviation
 from ikkuna.numerics.spike_score import LIMIT
+from ikkuna_subscribers.gradients import LossChangeBoundSubscriber
 from ikkuna_subscribers.predictions import PredictionSubscriber
 from ikkuna_subscribers.rules.figures import guessing_loss, noise_of_loss, scale_of_loss, sources
 
 
 class DivergesRule(Rule):
-    """The loss, median of ten steps, stays above its level at the start: training made it worse.
+    """The loss, median of ten steps, stays above its level at the start, and the steps have made it rise.
 
     Threshold: 1.3 times the first level, a fifth of the loss of a guess more, and twice the usual distance of two successive losses more,
     at two judgements in a row, which are 10 steps apart; healthy runs stay below a quarter of this.
-    The rule is silent if the loss depends on parameters that only the optimizer of another model owns, as that of a generator on those
-    of its critic: while the other model learns against it, the loss rises without a mistake.
+    The rule is silent if the movement of the weights can have made less than half of the rise, see `LossChangeBoundSubscriber`.
+    Then the loss is no fixed function of the weights: it depends on labels that a network makes, on the policy that is trained, on a model
+    that another optimizer trains against it, on data that become harder, or its gradient is reversed on purpose.
     Cannot see: losses that are negative at the start, such as rewards; a slow rise after a long fall.
     """
 
     name = "diverges"
+    version = 2
     severity_while_falling = "warning"
     needs = sources("loss")
-    uses = sources("output_classes", "loss_of_other_models")
+    uses = sources("output_classes", "loss_change_bound")
     judged_on = frozenset(needs)
     thresholds = ("factor",)
     factor: float = 1.3
@@ -49,19 +52,42 @@ class DivergesRule(Rule):
     meaning = "The loss has risen to {figure:.3g}, above its level at the start."
     advice = "lower the learning rate, check the sign of the loss, clip gradients"
 
+    def subscribers(self, network: Network, every: int) -> Sequence[Any]:
+        """Return a subscriber for what the movement of the weights explains."""
+        return (LossChangeBoundSubscriber(subsample=every),)
+
     def scores(self, history: History) -> Iterator[Score]:
         """Yield a score from the 20th step on."""
         curve = history.now("loss")
         if curve is None or curve.count <= 20 or not min(curve.first[:10]) > 0:
-            return
-        if history.curve("loss_of_other_models") is not None:
             return
         level = middle(curve.first[:5])
         recent = middle([value if math.isfinite(value) else math.inf for value in curve.tail(10)])
         figure = recent if math.isfinite(recent) else 1e300
         rise, noise = figure - level, noise_of_loss(curve, level)
         by_chance = rise / (2 * noise) if noise > 0 else math.inf
-        yield Score(min(figure / (self.factor * level), rise / (0.2 * scale_of_loss(history)), by_chance), figure)
+        score = min(figure / (self.factor * level), rise / (0.2 * scale_of_loss(history)), by_chance)
+        explained = self._explained(history)
+        yield Score(min(score, 2 * explained / rise) if rise > 0 else score, figure)
+
+    def _explained(self, history: History) -> float:
+        """Return the largest rise that the movement of the weights can have made so far; infinite if that is unknown.
+
+        A positive loss cannot have fallen by more than its value, whatever the slope was.
+        """
+        bounds, curve, memory = history.curve("loss_change_bound"), history.curve("loss"), history.memory[self.name]
+        if bounds is None or curve is None:
+            return math.inf
+        last = memory.get("step", curve.first_steps[0])
+        if bounds.step > last:
+            losses = dict(zip(curve.steps, curve.values, strict=True))
+            for step, bound in zip(bounds.steps, bounds.values, strict=True):
+                if step > last:
+                    least = -loss if (loss := losses.get(last, 0.0)) > 0 else -math.inf
+                    memory["explained"] = memory.get("explained", 0.0) + max(bound, least)
+                    memory["step"] = last = step
+        explained = float(memory.get("explained", math.inf))
+        return math.inf if math.isnan(explained) else explained
 
 
 class LossSpikeRule(Rule):
@@ -69,14 +95,17 @@ class LossSpikeRule(Rule):
 
     Threshold: a spike score of 10, that is 10 median deviations above the median of the last 32 losses and their trend, and more if the
     losses are skewed or have a heavy tail, see `ikkuna.numerics.spike_score`; a rise of less than half a percent of a recent loss is none.
+    A jump that is smaller than the rounding error of the weights times the gradients is none.
+    The finding is an info if the movement of the weights can have made less than half of the jump, see `LossChangeBoundSubscriber`.
+    If that is unknown, because the step was not measured, it is one while the loss falls, and if the first losses differed by more.
     Cannot see: the first 16 values; slow rises (that is the rule diverges); a loss of NaN (that is the rule nonfinite).
     """
 
     name = "loss_spike"
-    version = 2
+    version = 3
     severity_while_falling = "warning"
     needs = sources("loss")
-    uses = sources("weight_gradients_norm2")
+    uses = sources("weight_gradients_norm2", "weights_norm2", "loss_change_bound")
     judged_on = frozenset(("loss",))
     stride = 10
     thresholds = ("deviations",)
@@ -85,14 +114,48 @@ class LossSpikeRule(Rule):
     meaning = "The loss jumped to {figure:.3g}, far above its last values."
     advice = "lower the learning rate, clip gradients, look at the batch and at the learning rate of this step"
 
+    def subscribers(self, network: Network, every: int) -> Sequence[Any]:
+        """Return a subscriber for what the movement of the weights explains."""
+        return (LossChangeBoundSubscriber(subsample=every),)
+
     def scores(self, history: History) -> Iterator[Score]:
         """Yield the scores of the losses since the last judgement, so that each of several spikes in a few steps is one."""
         memory = history.memory[self.name]
         before = memory.get("step", -1)
         fresh = [found for found in history.loss_scores if found[0] > before and found[2] > -math.inf]
+        curve = history.curve("loss")
         for step, loss, score in fresh:
             memory["step"] = step
-            yield Score(min(score, 1e300) / self.deviations, loss, step=step)
+            value = min(score, 1e300) / self.deviations
+            if value < 1 or curve is None or not (jump := loss - curve.median(16)) > 0:
+                yield Score(value, loss, step=step)
+            elif jump > _rounding_of_loss(history):
+                yield Score(value, loss, step=step, **self._bounded(history, step, jump))
+
+    @staticmethod
+    def _bounded(history: History, step: int, jump: float) -> dict[str, str]:
+        """Return how grave a jump is by the share that the movement of the weights can have made, and what that says."""
+        curve, bounds = history.curve("loss"), history.curve("loss_change_bound")
+        if bounds is not None and bounds.step == step:
+            return _JUMP_OF_BATCH if bounds.last < 0.5 * jump else {}
+        is_usual = curve is not None and jump < max(curve.first) - min(curve.first)
+        return {"at_most": "info"} if history.loss_falls or is_usual else {}
+
+
+def _rounding_of_loss(history: History) -> float:
+    r"""Return the rounding error of a loss in float32 that that of the weights causes, :math:`2^{-24} \sum_l |g_l| |w_l|`."""
+    weights = history.curves("weights_norm2")
+    pairs = [
+        (c.last, weights[name].last) for name, c in history.curves("weight_gradients_norm2").items() if name in weights
+    ]
+    return 2.0**-24 * sum(gradient * weight for gradient, weight in pairs if gradient * weight < math.inf)
+
+
+_JUMP_OF_BATCH = {
+    "at_most": "info",
+    "detail": "The movement of the weights since the last sample explains less than half of it: the batch or its labels made it.",
+    "advice": "look at the batch of this step; a jump that returns at once does no harm",
+}
 
 
 class LossAtInitRule(Rule, mistake=LOSS_AT_INIT):

@@ -21,8 +21,9 @@ import torch
 from tests.diagnosis.unseen import Case
 from tests.diagnosis.unseen.__main__ import run
 from tests.diagnosis.unseen.judge import COLUMNS, LOUD
+from tests.diagnosis.unseen.moving_targets import RECIPES
 from tests.diagnosis.unseen.programs import Program
-from tests.diagnosis.unseen.recipes import PROGRAMS, RECIPES, Draw, healthy_case, varied
+from tests.diagnosis.unseen.recipes import PROGRAMS, Draw, healthy_case, varied
 
 RESULTS = Path(__file__).parent / "configurations.json"
 SEEDS = range(12)
