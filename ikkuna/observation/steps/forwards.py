@@ -235,10 +235,10 @@ class PendingForwards:
 
     def clear(self) -> None:
         """Discard all forwards at the end of a step, so that their objects can be used again."""
-        self.discard(list(self._pending))
+        self._pending.clear()
         for forward in self._pool[: self._used]:
             forward.part = -1
-        self._used = 0
+        self._used = self.earlier = 0
 
     def counting_parts(self) -> tuple[int, ...]:
         """Return the parts whose gradients are there."""
