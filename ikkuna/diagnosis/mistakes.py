@@ -103,6 +103,15 @@ def _names(text: str) -> frozenset[str]:
 
 # -- the optimizer ----------------------------------------------------------------------------------------------------
 
+MISSING_STEP = Mistake(
+    "missing_step",
+    "error",
+    meaning="{figure:.0f} forwards in training were followed by no step of an optimizer that owns parameters of the model: "
+    "it is not trained, and nothing is measured.",
+    advice="call optimizer.step() after backward(); if no optimizer of torch.optim updates the model, call step() of the monitor after "
+    "each step; if only a part of the model was added, set the whole model with set_model()",
+    explains=_names("no_learning lr_too_low plateau never_moves not_in_optimizer"),
+)
 NOT_IN_OPTIMIZER = Mistake(
     "not_in_optimizer",
     "error",

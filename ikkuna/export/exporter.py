@@ -239,6 +239,8 @@ class Exporter:
         with self.message_bus.registering():
             self._attachment.rules = register_rules(self.message_bus, rules, **options)
         self._attachment.hook_process()
+        context, rules_applied = self._session.context, self._attachment.rules
+        context.found = lambda finding: rules_applied.add_finding(finding, context.tracker.counters.stamp())
         if preflight:
             self._attachment.rules.preflight = self._session.hooks.losses.preflight = RecordedPreflight(self.model)
         self._session.hooks.optimizers.untrained.names_unowned = (

@@ -336,10 +336,14 @@ class RuleSubscriber(Subscriber):
             return
         module, place = raised_in(error, self._host.modules if self._host is not None else ())
         detail = f"{error_text(error)}{place and f' ({place})'}."
-        finding = self.judge.add_finding(_EXCEPTION.found(module=module, detail=detail), stamp.global_step)
-        if finding is not None and not is_muted(finding, self._mute):
+        self.add_finding(_EXCEPTION.found(module=module, detail=detail), stamp)
+
+    def add_finding(self, finding: Finding, stamp: Stamp) -> None:
+        """Add a finding that no rule makes and no step ends, store it, and act on it."""
+        added = self.judge.add_finding(finding, stamp.global_step)
+        if added is not None and not is_muted(added, self._mute):
             self._store_step(stamp)
-            self._act(finding, stamp)
+            self._act(added, stamp)
 
     def _check_first_step(self, step: int) -> list[Finding]:
         """Return the findings of the first call of the loss, once."""

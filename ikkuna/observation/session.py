@@ -260,7 +260,7 @@ class Session:
         self.validation.end()
         if for_good:
             self.logged.step_ends()
-            self.hooks.forward.warn_of_missing_steps()
+            self.hooks.forward.report_missing_steps()
             self.hooks.optimizers.untrained.finish()
         self.hooks.modules.remove(everything=True)
 

@@ -46,11 +46,6 @@ def test_the_mended_program_has_no_finding(outcome, name):
     assert outcome["all_errors"][name, True] == []
 
 
-@pytest.mark.slow
-def test_an_optimizer_that_owns_no_parameter_is_logged(outcome):
-    assert any("without a step of an optimizer that owns parameters" in line for line in outcome.logs["all_errors"])
-
-
 def test_each_error_has_a_public_source_and_those_left_out_a_reason():
     assert len({error.source for error in ERRORS.values()}) == len(ERRORS) == 16
     assert all(error.source.startswith("https://") for error in ERRORS.values())

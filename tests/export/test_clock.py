@@ -323,8 +323,8 @@ def test_a_loop_without_a_step_is_told_what_is_missing(bus, model, caplog, forwa
     for _ in range(forwards):
         model(torch.ones(1, 2)).sum().backward()
     watched.exporter.close()
-    told = [record.getMessage() for record in caplog.records if "exporter.step()" in record.getMessage()]
-    assert [text.split()[0] for text in told] == [str(min(forwards, 100))] * (forwards > 3)
+    told = [record.getMessage() for record in caplog.records if "error: missing_step: " in record.getMessage()]
+    assert [text.split()[2] for text in told] == [str(min(forwards, 100))] * (forwards > 3)
 
 
 def test_a_loop_with_steps_is_told_nothing(bus, model, caplog):

@@ -46,6 +46,8 @@ class BackwardHooks:
 
     Attributes
     ----------
+    has_accumulated : bool
+        Whether a backward has added to gradients of parameters, in any step that was recorded.
     ended : list of callable
         Called at the end of each backward that has added to gradients of parameters.
     """
@@ -54,6 +56,7 @@ class BackwardHooks:
         self.context = context
         self._loss = loss
         loss.arm = self.arm
+        self.has_accumulated = False
         self.ended: list[Callable[[], None]] = []
         self._running: dict[int, _Running] = {}
 
@@ -139,6 +142,7 @@ class BackwardHooks:
             for forward in running.forwards:
                 context.apply(context.tracker.provisional_counts(forward))
         if running.kind is Backward.ACCUMULATES and not context.is_off:
+            self.has_accumulated = True
             parameters.note_gradients()
             for call in self.ended:
                 call()

@@ -8,6 +8,7 @@ The number of a call is a constant: the compiler merges operators with equal arg
 that return the same tensor, or receive the same gradient.
 """
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -39,6 +40,7 @@ from ikkuna.observation.rows.rows import StepObserver
 from ikkuna.observation.steps.counters import LoopEvents, Stopwatch
 from ikkuna.observation.steps.forwards import MICRO_PART, Decision, Forward
 from ikkuna.observation.steps.step_tracker import StepTracker
+from ikkuna.store.finding import Finding
 from ikkuna.support.failures import log
 from ikkuna.support.torch_internals import MODULE_CALL, current_trace, graph_task, insert_as_constant, sequence_number
 
@@ -514,6 +516,16 @@ def _is_incomplete(*args: object) -> None:
     raise RuntimeError("the session is not composed yet")
 
 
+def _log_finding(finding: Finding) -> None:
+    log.warning("%s Try: %s.", finding, finding.advice)
+
+
+def used_scalers() -> list[torch.amp.GradScaler]:
+    """Return the living gradient scalers that have scaled a loss."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler)]
+    return [scaler for scaler in found if scaler._scale is not None]
+
+
 @dataclass(slots=True, weakref_slot=True)
 class HookContext:
     """The objects that adapters translate hooks into calls of.
@@ -546,6 +558,8 @@ class HookContext:
         Counts the time that hooks take.
     loss_scale : LossScale
         The factor of a gradient scaler.
+    found : callable
+        Receives findings about the training as a whole; without rules they are logged.
     computation : Computation
         Whether anything was computed since the last step of an optimizer.
     replicas : int
@@ -572,6 +586,7 @@ class HookContext:
     sites: Sites = field(default_factory=Sites)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     loss_scale: LossScale = field(default_factory=LossScale)
+    found: Callable[[Finding], object] = _log_finding
     computation: Computation = field(default_factory=Computation)
     replicas: int = 1
     _is_paused: bool = False

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ikkuna.diagnosis.mistakes import MISSING_STEP
 from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.numerics.statistics.native.hook_functions import Function
 from ikkuna.observation.hooks.backward import BackwardHooks
@@ -17,6 +18,7 @@ from ikkuna.observation.hooks.context import (
     in_dry_run,
     in_reentrant_checkpoint,
     running_steps,
+    used_scalers,
 )
 from ikkuna.observation.hooks.gradients import LayerGradientHooks
 from ikkuna.observation.hooks.hook import in_backward
@@ -24,7 +26,7 @@ from ikkuna.observation.hooks.loss import LossHooks
 from ikkuna.observation.hooks.nested_tensors import Leaves, batch_sizes, leaves, received, with_batch_sizes
 from ikkuna.observation.steps.forwards import Forward
 from ikkuna.observation.steps.step_tracker import State
-from ikkuna.support.failures import log
+from ikkuna.printable import listed
 
 _MANY = 100  # forwards without a step: more than a step usually accumulates
 _FEW = 20  # a gradient scaler may skip as many steps before it has found its scale
@@ -133,20 +135,35 @@ class ForwardHooks:
         if decisions:
             context.apply(decisions)
         if tracker.forwards_without_step == _MANY:
-            self.warn_of_missing_steps()
+            self.report_missing_steps()
 
-    def warn_of_missing_steps(self) -> None:
-        """Warn once if there were many forwards in training, and no step."""
+    def report_missing_steps(self) -> None:
+        """Report once that there were many forwards in training, and no step, with what the process holds in place of one."""
         count = self.context.tracker.forwards_without_step
         if count > _FEW and not self._warned:
             self._warned = True
-            log.warning(
-                "%d forwards in training without a step of an optimizer that owns parameters of the model: it is not trained, and nothing "
-                "is published. Check that optimizer.step() is called, and that the optimizer has the parameters of this model. If no "
-                "optimizer of torch.optim updates it, call exporter.step() after each step; if only a part of the model was added, set "
-                "the whole model with exporter.set_model()",
-                count,
-            )
+            backward = "Backward passes" if self._backward.has_accumulated else "No backward pass"
+            verb = "have" if self._backward.has_accumulated else "has"
+            detail = f"{backward} {verb} given gradients to its parameters. {self._found_in_place_of_step()}"
+            self.context.found(MISSING_STEP.found(count, detail=detail.strip()))
+
+    def _found_in_place_of_step(self) -> str:
+        """Return what is known of gradient scalers and optimizers that live and have not made a step."""
+        parameters = self.context.parameters
+        owning = [type(optimizer).__name__ for optimizer in parameters.optimizers()]
+        others = [type(optimizer).__name__ for optimizer in parameters.optimizers_of_others()]
+        for scaler in used_scalers():
+            scale, first = scaler.get_scale(), scaler._init_scale
+            if scale < first:
+                return (
+                    f"A gradient scaler has skipped the steps: its scale has fallen from {first:g} to {scale:g}, because gradients are "
+                    "NaN or infinite."
+                )
+        if owning:
+            return f"{listed(owning)} has parameters of the model, but its step() was not called or was skipped."
+        if others:
+            return f"The optimizers that exist have parameters of other models or of a copy: {listed(others)}."
+        return "No optimizer of torch.optim exists."
 
     def _report_cleared(self, training: bool, gradients: bool) -> None:
         if self.context.tracker.counts(training, gradients):

@@ -158,7 +158,7 @@ class OptimizerHooks:
     table : ParameterTable
         Records the tensors of parameters.
     untrained : UntrainedParameters
-        Logs which trainable parameters are not trained.
+        Reports which trainable parameters are not trained.
     """
 
     def __init__(self, context: HookContext, loss: LossHooks) -> None:
@@ -168,7 +168,7 @@ class OptimizerHooks:
         self.settings: dict[str, dict[str, float]] = {}
         self.has_closure = False
         self.gradients = 0
-        self.untrained = UntrainedParameters()
+        self.untrained = UntrainedParameters(lambda finding: context.found(finding))
         self.table = ParameterTable(context)
         self._by_hand: bool | None = None  # not known before the first step
         self._rescaled = 0

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain, compress, count
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ikkuna.diagnosis.mistakes import NO_GRADIENT
 from ikkuna.distributed.dtensor import holds_gradients, is_distributed, sharded_parameters
+from ikkuna.store.finding import Finding
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.modules import NamedModule, NamedParameter, parameters_of
 from ikkuna.support.torch_internals import autograd_enabled_inside_operators, current_node, will_execute
@@ -243,6 +245,13 @@ class TrackedParameters:
             if number in owners
         ]
 
+    def optimizers_of_others(self) -> list[Optimizer]:
+        """Return the living optimizers that own no parameter of the model, in the order in which they were found."""
+        self._has_searched = False
+        owners = self.known_owners().numbers
+        found = sorted(self._numbers.items(), key=lambda item: item[1])
+        return [optimizer for optimizer, number in found if number not in owners and not self.owned_ids(optimizer)]
+
     def _find_owners(self) -> "_Owners":
         by_group: dict[int, tuple[int, frozenset[int]]] = {}
         for optimizer, number in list(self._numbers.items()):
@@ -388,18 +397,24 @@ _FEW = 20  # a run that ends before that many steps says little about its layers
 _NAMED = 5
 
 
+_UNUSED = "check whether their module is called, and its output used and not detached; freeze parameters that are not meant to be used"
+
+
 class UntrainedParameters:
-    """Logs once which trainable parameters get gradients and belong to no optimizer, and which never get a gradient.
+    """Logs which trainable parameters get gradients and belong to no optimizer, and finds those that never get a gradient.
 
     Attributes
     ----------
+    found : callable
+        Receives the finding of those that never get a gradient.
     names_unowned : bool
         Whether parameters that no optimizer owns are logged; ``False`` if a rule names them.
     settled : tuple of NamedParameter, optional
         The observed parameters if each of them has had a gradient; then nothing has to be noted for them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, found: Callable[[Finding], object]) -> None:
+        self.found = found
         self.names_unowned = True
         self.settled: tuple[NamedParameter, ...] | None = None
         self._all: tuple[NamedParameter, ...] = ()
@@ -453,28 +468,28 @@ class UntrainedParameters:
         self._frozen = {key: named for key, named in everything.items() if key not in self._waiting}
 
     def step_ended(self) -> None:
-        """Count a step, and log which parameters have had no gradient for many steps."""
+        """Count a step, and report which parameters have had no gradient for many steps."""
         self._steps += 1
         if self._steps >= _PATIENCE:
-            self._warn_of_waiting()
+            self._report_waiting()
             self._begin_window()
 
     def finish(self) -> None:
-        """Log which parameters have had no gradient in the whole run."""
+        """Report which parameters have had no gradient in the whole run."""
         if self._steps >= _FEW:
-            self._warn_of_waiting()
+            self._report_waiting()
 
-    def _warn_of_waiting(self) -> None:
-        """Log and forget the parameters that could be trained all the time and had no gradient."""
+    def _report_waiting(self) -> None:
+        """Report and forget the parameters that could be trained all the time and had no gradient."""
         found = {key: named for key, named in self._waiting.items() if named.parameter.requires_grad}
         self._waiting = {key: named for key, named in self._waiting.items() if key not in found}
         if found:
-            log.warning(
-                "these trainable parameters had no gradient in %d steps: %s; gradients are cleared before the step, or the loss does not "
-                "depend on them, because their module is not called, or its output is not used or is detached",
-                self._steps,
-                _joined_names(found.values()),
+            modules = tuple(dict.fromkeys(named.module or named.name for named in found.values()))
+            detail = f"This concerns, in {self._steps} steps, {_joined_names(found.values())}."
+            finding = NO_GRADIENT.found(
+                len(found), modules[0], detail=detail, advice=_UNUSED, at_most="info", modules=modules
             )
+            self.found(finding)
 
 
 def _joined_names(parameters: Iterable[NamedParameter]) -> str:

@@ -385,7 +385,7 @@ def loss_scaled_by_the_group(is_mended):
 @error(
     "https://github.com/huggingface/accelerate/issues/2665",
     "The optimizer is created before the model is sharded, so that it owns parameters that the model no longer has.",
-    reason="No optimizer updates the model, so that no step ends and no rule has a value; a warning in the log states this.",
+    rules=["missing_step"],
 )
 def optimizer_made_before_sharding(is_mended):
     model = mlp()

@@ -85,7 +85,7 @@ def gradients_never_cleared(is_mended):
     "https://github.com/huggingface/accelerate/issues/3209",
     "A wrapper replaces the parameters after the optimizer was created, so that the optimizer updates the old ones.",
     checks=["not_in_optimizer"],
-    reason="No optimizer updates the model, so that no step ends and no rule has a value; a warning in the log states this.",
+    rules=["missing_step"],
 )
 def optimizer_of_replaced_parameters(is_mended):
     model = mlp()
