@@ -2,8 +2,9 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,14 @@ class Backend(ABC):
         """
         for series, value in zip(group.series, values.tolist(), strict=True):
             self.add_scalar(series, value, step)
+
+    def add_groups(self, groups: Sequence[SeriesGroup], values: Sequence[NDArray[np.float64]], step: int) -> None:
+        """Add the values of all groups of a step; by default :meth:`add_group` is called for each of them.
+
+        A subclass that overrides one of the other two methods receives every value there.
+        """
+        for group, array in zip(groups, values, strict=True):
+            self.add_group(group, array, step)
 
     def add_histogram(self, series: Series, histogram: Any, step: int) -> None:  # noqa: B027 - optional
         """Add one :class:`~ikkuna.store.values.HistogramLike` of a series."""
@@ -166,13 +175,22 @@ def get_backend(backend: "str | Backend", **options: Any) -> Backend:
     return made
 
 
+def key_of(backend: Any) -> Hashable:
+    """Return what identifies the backend that a subscriber names: a name, or an object."""
+    if isinstance(backend, str):
+        return backend
+    if isinstance(backend, MethodType):  # each access of a method creates another object
+        return id(backend.__self__), backend.__func__
+    return id(backend)  # the run and the subscriber refer to it, so its id stays unique
+
+
 class NullBackend(Backend):
     """Discard every value; for subscribers that only publish."""
 
     def add_scalar(self, series: Series, value: float, step: int) -> None:
         """Do nothing."""
 
-    def add_group(self, group: SeriesGroup, values: NDArray[np.float64], step: int) -> None:
+    def add_groups(self, groups: Sequence[SeriesGroup], values: Sequence[NDArray[np.float64]], step: int) -> None:
         """Do nothing."""
 
 

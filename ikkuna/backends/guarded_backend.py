@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ikkuna.backends.backend import Backend, last_defined
 from ikkuna.store.run_directory import ConfigValue
@@ -17,6 +17,32 @@ class Sender(Protocol):
     @property
     def label(self) -> str:
         """Its name in the log, such as ``NormSubscriber(weights)``."""
+
+
+class BackendCall(NamedTuple):
+    """A call of a method of a backend that adds values.
+
+    Parameters
+    ----------
+    method : str
+        The name of the method, such as ``add_group``.
+    arguments : tuple
+        Its arguments.
+    step : int
+        The step of the values.
+    sender : Sender, optional
+        The sender of the values.
+    """
+
+    method: str
+    arguments: tuple[Any, ...]
+    step: int
+    sender: Sender | None = None
+
+    @property
+    def values(self) -> int:
+        """The number of values."""
+        return len(self.arguments[1]) if self.method == "add_group" else 1
 
 
 class GuardedBackend:
@@ -54,7 +80,7 @@ class GuardedBackend:
         self._config = config
         self._resumed_at = resumed_at
         self.backend = backend
-        self._takes_groups = last_defined(type(backend), "add_group", "add_scalar") == "add_group"
+        self._takes = last_defined(type(backend), "add_groups", "add_group", "add_scalar")
         self.disabled = False
         self._opened_at: int | None = None  # a step
         self._failures = FailureCounter()  # by method and sender, because one may work where another does not
@@ -64,18 +90,12 @@ class GuardedBackend:
         self._dropped = 0
         self._committed: int | None = None
 
-    def add(
-        self,
-        method: str,
-        arguments: tuple[Any, ...],
-        step: int,
-        directory: Callable[[], Path],
-        sender: Sender | None = None,
-    ) -> None:
-        """Call a method of the backend that adds values; open the backend first if these are its first values.
+    def add_all(self, calls: Sequence[BackendCall], directory: Callable[[], Path]) -> None:
+        """Call methods of the backend that add values of one step; open the backend first if these are its first values.
 
-        The values of ``add_group`` are added one by one if the backend takes them so.
+        The groups of values are added all at once, or one by one, or their values are, as the backend takes them.
         """
+        step = calls[-1].step
         if self._opened_at is None:
             self._open(directory, step)
         if not self._pending:
@@ -83,12 +103,22 @@ class GuardedBackend:
         elif step > self._step:  # an exception has kept the step before from being committed
             self.commit(self._step)
             self._step = step
-        if method == "add_group" and not self._takes_groups:
-            group, values, _ = arguments
-            for each in zip(group.series, values.tolist(), strict=True):
-                self.add("add_scalar", (*each, step), step, directory, sender)
-            return
-        count = len(arguments[1]) if method == "add_group" else 1
+        if self._takes == "add_groups":
+            groups = [call for call in calls if call.method == "add_group"]
+            if groups:
+                arrays = [call.arguments[1] for call in groups]
+                arguments = [call.arguments[0] for call in groups], arrays, step
+                self._add("add_groups", arguments, sum(map(len, arrays)))
+            calls = [call for call in calls if call.method != "add_group"] if len(groups) < len(calls) else ()
+        for call in calls:
+            if self._takes == "add_scalar" and call.method == "add_group":
+                group, values, at = call.arguments
+                for series, value in zip(group.series, values.tolist(), strict=True):
+                    self._add("add_scalar", (series, value, at), 1, call.sender)
+            else:
+                self._add(call.method, call.arguments, call.values, call.sender)
+
+    def _add(self, method: str, arguments: tuple[Any, ...], count: int, sender: Sender | None = None) -> None:
         is_refused = self.disabled or (self._failures.counts and self._failures.is_exhausted((method, sender)))
         if not is_refused and self._call(method, *arguments, sender=sender):
             self._pending += count

@@ -8,12 +8,11 @@ import threading
 import time
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
-from ikkuna.backends.backend import Backend, NullBackend, get_backend
+from ikkuna.backends.backend import Backend, NullBackend, get_backend, key_of
 from ikkuna.backends.file_backend import FileBackend
-from ikkuna.backends.guarded_backend import GuardedBackend, Sender
+from ikkuna.backends.guarded_backend import BackendCall, GuardedBackend, Sender
 from ikkuna.backends.loggers import adapted
 from ikkuna.errors import ClosedError, LogDirError
 from ikkuna.store.append_file import make_directories, reason
@@ -131,7 +130,7 @@ class Run:
         """
         if self._closed is not None:
             raise ClosedError("this run is closed; create a new one")
-        made = {_key(backend): self._guarded(backend, get_backend(adapted(backend))) for backend in backends}
+        made = {key_of(backend): self._guarded(backend, get_backend(adapted(backend))) for backend in backends}
         if self._directory is None and any(guarded.stores for guarded in made.values()):
             check_log_dir(self._log_dir)
         self._backends = made | self._backends
@@ -155,26 +154,23 @@ class Run:
         ConfigError
             If the parts of a histogram or of a matrix do not fit together.
         """
-        self.add(*shown(series, value, step), step, backends, sender)
+        self.add_all([BackendCall(*shown(series, value, step), step, sender)], backends)
 
-    def add(
-        self,
-        method: str,
-        arguments: tuple[Any, ...],
-        step: int,
-        backends: Sequence[str | Backend],
-        sender: Sender | None = None,
-    ) -> None:
-        """Call a method of `backends` that adds values: the ``add_group`` of several curves, or what :meth:`show` calls."""
+    def add_all(self, calls: Sequence[BackendCall], backends: Sequence[str | Backend]) -> None:
+        """Call methods of `backends` that add values: the ``add_group`` of several curves, or what :meth:`show` calls.
+
+        A backend with a method ``add_groups`` receives all groups of curves at once.
+        """
         if self._closed is not None or self._process != os.getpid():
-            self._refused += len(backends) * (len(arguments[1]) if method == "add_group" else 1)
+            self._refused += len(backends) * sum(call.values for call in calls)
             return
-        if isinstance(shown_as := arguments[0], Series | SeriesGroup):
-            self._quantities.setdefault(shown_as.kind, shown_as.quantity)
+        for call in calls:
+            if isinstance(shown_as := call.arguments[0], Series | SeriesGroup):
+                self._quantities.setdefault(shown_as.kind, shown_as.quantity)
         for backend in backends:
-            key = backend if isinstance(backend, str) else _key(backend)
+            key = backend if isinstance(backend, str) else key_of(backend)
             guarded = self._backends.get(key) or self._create(backend)
-            guarded.add(method, arguments, step, self.make_directory, sender)
+            guarded.add_all(calls, self.make_directory)
 
     def _guarded(self, name: str | Backend, backend: Backend) -> GuardedBackend:
         resumed_at = None if self._continued is None else self._continued.step
@@ -199,7 +195,7 @@ class Run:
             raise_users_exception(error)
             guarded = self._guarded(backend, NullBackend())
             guarded.disable(f"cannot be created, its values are lost: {error_text(error)}")
-        return self._backends.setdefault(_key(backend), guarded)
+        return self._backends.setdefault(key_of(backend), guarded)
 
     def make_directory(self) -> Path:
         """Return the directory of this run, which is created if there is none; may be called by any thread.
@@ -350,14 +346,6 @@ def shortest_path(directory: Path) -> str:
     with contextlib.suppress(OSError, ValueError):
         return str(directory.relative_to(Path.cwd()))
     return str(directory)
-
-
-def _key(backend: Any) -> Hashable:
-    if isinstance(backend, str):
-        return backend
-    if isinstance(backend, MethodType):  # each access of a method creates another object
-        return id(backend.__self__), backend.__func__
-    return id(backend)  # the run refers to it, so its id stays unique
 
 
 def _label(name: Any, backend: Backend) -> str:

@@ -3,11 +3,11 @@
 The values of several curves: encoded for the event file, and summarised by three curves and a heat map.
 """
 
-import math
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +20,6 @@ from ikkuna.backends.pictures.event_images import HeatmapImage, MatrixImage, Mat
 from ikkuna.backends.pictures.redraw import Drawable, RedrawThread
 from ikkuna.store.event_format import (
     EventFormat,
-    float32,
     histogram_value,
     hparams_values,
     image_value,
@@ -48,63 +47,6 @@ from ikkuna.support.failures import log
 STATISTICS = ("min", "median", "max")
 
 
-@dataclass(frozen=True, eq=False)
-class ValuesTemplate:
-    """The encoded values of several curves, apart from the four bytes of each number, which are inserted at each step.
-
-    Parameters
-    ----------
-    prefixes : list of bytes
-        The bytes before each number.
-    positions : list of int
-        The position of each number among the values of a step; a curve that is written under two tags occurs twice.
-    summary : ModuleGroup, optional
-        The summary of the modules among the curves.
-    names : tuple of str
-        The names of these modules.
-    members : array of int, optional
-        The positions of their values, if others have values as well.
-    """
-
-    prefixes: list[bytes]
-    positions: list[int]
-    summary: "ModuleGroup | None" = None
-    names: tuple[str, ...] = ()
-    members: NDArray[np.intp] | None = None
-
-
-class StepTemplate:
-    """The encoded values of the templates of a step, one after another; the same object serves steps with the same templates.
-
-    Parameters
-    ----------
-    templates : sequence of ValuesTemplate
-        The templates.
-    counts : sequence of int
-        How many values each of them gets.
-    """
-
-    def __init__(self, templates: Sequence[ValuesTemplate], counts: Sequence[int]) -> None:
-        prefixes = [prefix for template in templates for prefix in template.prefixes]
-        self._bytes = np.frombuffer(b"".join(prefix + bytes(4) for prefix in prefixes), np.uint8)
-        ends = np.cumsum([len(prefix) + 4 for prefix in prefixes])
-        self._places = (ends - 4)[:, None] + np.arange(4)
-        begins = np.cumsum([0, *counts]).tolist()
-        positions = [begin + i for begin, each in zip(begins, templates, strict=False) for i in each.positions]
-        self._positions = None if positions == list(range(len(positions))) else np.array(positions, np.intp)
-
-    def entries(self, values: Sequence[NDArray[np.float64]]) -> bytes:
-        """Return the encoded values of a step, those of one template after another; too large numbers become infinite."""
-        block = self._bytes.copy()
-        with np.errstate(over="ignore"):
-            numbers = np.concatenate(values).astype("<f4")
-        block[self._places] = (numbers if self._positions is None else numbers[self._positions])[:, None].view(np.uint8)
-        return block.tobytes()
-
-
-_MOST_TEMPLATES = 32
-
-
 class ModuleGroup:
     """The modules of a kind in a pass: three curves summarise their values, and a heat map shows all of them.
 
@@ -119,48 +61,99 @@ class ModuleGroup:
     ----------
     size : int
         The largest number of modules in a step so far.
-    added : list of tuple
-        Names and values of the step.
     """
 
     def __init__(self, member: Series, heatmap: HeatmapImage) -> None:
-        self.template = ValuesTemplate(
-            [scalar_prefix(overview_tag(member, statistic)) for statistic in STATISTICS], [*range(len(STATISTICS))]
-        )
-        self.heatmap = heatmap
-        self.member = member
-        self.size = 0
-        self.added: list[tuple[tuple[str, ...], NDArray[np.float64]]] = []
-
-    def take(self) -> tuple[Sequence[str], NDArray[np.float64]]:
-        """Return the names and values of a step, of each module the last one, and forget them."""
-        added, self.added = self.added, []
-        if len(added) == 1:
-            names, values = added[0]
-        else:
-            last = {name: value for names, values in added for name, value in zip(names, values.tolist(), strict=True)}
-            names, values = tuple(last), np.fromiter(last.values(), np.float64, len(last))
-        return names, values
+        self.prefixes = [scalar_prefix(overview_tag(member, statistic)) for statistic in STATISTICS]
+        self.member, self.heatmap, self.size = member, heatmap, 0
 
 
-def overview(values: NDArray[np.float64]) -> tuple[float, float, float]:
-    """Return minimum, median and maximum of at least one value; all are NaN if one of the values is.
+@dataclass(frozen=True, eq=False)
+class GroupTemplate:
+    """The encoded values of a group of curves, apart from the four bytes of each number.
+
+    Parameters
+    ----------
+    prefixes : list of bytes
+        The bytes before each number.
+    positions : list of int
+        The position of each number among the values of the group; a curve that is written under two tags occurs twice.
+    summary : ModuleGroup, optional
+        The summary of the modules among the curves.
+    members : dict of str to int
+        The positions of these modules.
+    """
+
+    prefixes: list[bytes]
+    positions: list[int]
+    summary: ModuleGroup | None
+    members: dict[str, int]
+
+
+class StepTemplate:
+    """The encoded values of a step, into which its numbers are inserted; the same object serves steps with the same groups.
+
+    Parameters
+    ----------
+    templates : sequence of GroupTemplate
+        The groups.
+    counts : sequence of int
+        The number of values of each of them.
+
+    Attributes
+    ----------
+    summaries : list of (ModuleGroup, tuple of str, array of int)
+        The summaries of a step, with the names and the positions of their modules, of each module those of its last value.
+    """
+
+    def __init__(self, templates: Sequence[GroupTemplate], counts: Sequence[int]) -> None:
+        begins = np.cumsum([0, *counts]).tolist()
+        members: dict[ModuleGroup, dict[str, int]] = {}
+        for begin, each in zip(begins, templates, strict=False):
+            if each.summary is not None:
+                found = members.setdefault(each.summary, {})
+                found.update((name, begin + i) for name, i in each.members.items())
+        self.summaries = [(group, tuple(found), np.array([*found.values()])) for group, found in members.items()]
+        self.summaries.sort(key=lambda each: len(each[1]))
+        several = groupby((each for each in self.summaries if len(each[1]) > 1), lambda each: len(each[1]))
+        self._overviews = [np.stack([places for *_, places in equal]) for _, equal in several]
+        prefixes = [prefix for template in templates for prefix in template.prefixes]
+        positions = [begin + i for begin, each in zip(begins, templates, strict=False) for i in each.positions]
+        prefixes += [prefix for group, names, _ in self.summaries if len(names) > 1 for prefix in group.prefixes]
+        self._bytes = np.frombuffer(b"".join(prefix + bytes(4) for prefix in prefixes), np.uint8)
+        self.ends = np.cumsum([len(prefix) + 4 for prefix in prefixes])
+        self._places = (self.ends - 4)[:, None] + np.arange(4)
+        positions += range(begins[-1], begins[-1] + len(prefixes) - len(positions))
+        self._positions = None if positions == list(range(len(positions))) else np.array(positions, np.intp)
+
+    def entries(self, values: NDArray[np.float64]) -> tuple[bytes, NDArray[np.float32]]:
+        """Return the encoded values of a step, and the values in single precision, in which too large ones are infinite."""
+        block = self._bytes.copy()
+        with np.errstate(over="ignore", invalid="ignore"):
+            overviews = [overview(values[places]).ravel() for places in self._overviews]
+            numbers = np.concatenate([values, *overviews]).astype("<f4")
+        block[self._places] = (numbers if self._positions is None else numbers[self._positions])[:, None].view(np.uint8)
+        return block.tobytes(), numbers
+
+
+_MOST_TEMPLATES = 32
+
+
+def overview(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return minimum, median and maximum of each row; all are NaN if one of its values is.
 
     A layer that has diverged must stay visible.
 
     Examples
     --------
-    >>> overview(np.array([4.0, 1.0, 2.0, 3.0]))
-    (1.0, 2.5, 4.0)
-    >>> overview(np.array([4.0, float("nan")]))
-    (nan, nan, nan)
+    >>> overview(np.array([[4.0, 1.0, 2.0, 3.0], [1.0, float("nan"), 2.0, 3.0]])).tolist()
+    [[1.0, 2.5, 4.0], [nan, nan, nan]]
     """
     ordered = np.sort(values)  # NaN comes last
-    last = ordered.item(-1)
-    if math.isnan(last):
-        return math.nan, math.nan, math.nan
-    low, high = ordered.item((len(ordered) - 1) // 2), ordered.item(len(ordered) // 2)
-    return ordered.item(0), low if low == high else low / 2 + high / 2, last
+    low, high, last = ordered[:, (values.shape[1] - 1) // 2], ordered[:, values.shape[1] // 2], ordered[:, -1]
+    found = np.stack([ordered[:, 0], np.where(low == high, low, low / 2 + high / 2), last], 1)
+    found[np.isnan(last)] = np.nan
+    return found
 
 
 _DRAWING_INTERVAL = 5.0  # seconds
@@ -187,9 +180,9 @@ class TensorBoardBackend(FileBackend):
         self._may_have_changed = False  # the layout
         self._headlines: list[Series] = []
         self._groups: dict[tuple[str, str], ModuleGroup] = {}
-        self._templates: WeakKeyDictionary[SeriesGroup, ValuesTemplate] = WeakKeyDictionary()
-        self._added: list[tuple[ValuesTemplate, NDArray[np.float64]]] = []  # not encoded yet
-        self._joined: dict[tuple[ValuesTemplate, ...], StepTemplate] = {}
+        self._templates: WeakKeyDictionary[SeriesGroup, GroupTemplate] = WeakKeyDictionary()
+        self._added: list[tuple[SeriesGroup, NDArray[np.float64]]] = []  # not encoded yet
+        self._steps: dict[tuple[SeriesGroup, ...], StepTemplate] = {}
         self._entries: list[bytes] = []
         self._closed = False
         self._resumed_at: int | None = None
@@ -206,24 +199,19 @@ class TensorBoardBackend(FileBackend):
         if (group := self._single.get(series)) is None:
             rest = series.pass_name, series.title, series.ylims, series.quantity
             group = self._single[series] = SeriesGroup(series.kind, (series.name,), *rest)
-        self.add_group(group, np.array([value]), step)
+        self.add_groups((group,), (np.array([value], np.float64),), step)
 
     def add_group(self, group: SeriesGroup, values: NDArray[np.float64], step: int) -> None:
-        """Add one value of each series of a group to the step's event; the first value of a series carries its title."""
-        template = self._templates.get(group)
-        if template is None:
-            self._encode()
-            template, entries = self._new_template(group, values)
-            self._entries.append(entries)
-        else:
-            self._added.append((template, values))
-        if template.summary is not None:
-            known = values if template.members is None else values[template.members]
-            template.summary.added.append((template.names, known))
-        self._values += len(values)
+        """Add one value of each series of a group to the step's event."""
+        self.add_groups((group,), (values,), step)
 
-    def _new_template(self, group: SeriesGroup, values: NDArray[np.float64]) -> tuple[ValuesTemplate, bytes]:
-        """Return the template of a group, and the entries of its first values."""
+    def add_groups(self, groups: Sequence[SeriesGroup], values: Sequence[NDArray[np.float64]], step: int) -> None:
+        """Add the values of groups of series to the step's event; the first value of a series carries its title."""
+        self._added += zip(groups, values, strict=True)
+        self._values += sum(map(len, values))
+
+    def _new_template(self, group: SeriesGroup, values: NDArray[np.float64]) -> dict[int, bytes]:
+        """Create the template of a group; return the entries of its first values that have titles, by their places in it."""
         titled = {
             i: titled_scalar_value(series_tag(series), float(values[i]), series.title)
             for i, series in enumerate(group.series)
@@ -238,14 +226,11 @@ class TensorBoardBackend(FileBackend):
             prefixes += [scalar_prefix(dashboard_tag(group.series[i])) for i in copied]
             self._headlines += [group.series[i] for i in copied if group.series[i] not in self._headlines]
         summaries = [self._group(series) for series in group.series]
-        members = [i for i, summary in enumerate(summaries) if summary is not None]
-        names = tuple(name for i in members if (name := group.names[i]) is not None)
-        summary = summaries[members[0]] if members else None  # one for all modules of a kind and pass
-        at = None if len(members) == len(positions) else np.array(members, np.intp)
-        self._templates[group] = template = ValuesTemplate(prefixes, positions, summary, names, at)
+        members = {name: i for i, name in enumerate(group.names) if name is not None and summaries[i] is not None}
+        summary = next((each for each in summaries if each is not None), None)  # one for all modules of a kind and pass
+        self._templates[group] = GroupTemplate(prefixes, positions, summary, members)
         self._may_have_changed = True
-        plain = (prefix + float32(values[i]) for prefix, i in zip(prefixes, positions, strict=True))
-        return template, b"".join(titled.get(place, entry) for place, entry in enumerate(plain))
+        return titled
 
     def _group(self, series: Series) -> ModuleGroup | None:
         if series.name is None or not self._order.belongs(series.name):
@@ -366,16 +351,40 @@ class TensorBoardBackend(FileBackend):
             block = step_record(image_value(tag, png), step, self._clock.now())
             self._writer.submit(block, step, values, is_picture=True)
 
-    def _encode(self) -> None:
-        """Encode the values that were added since the last entry, all at once."""
-        if self._added:
-            templates, values = zip(*self._added, strict=True)
-            self._added = []
-            if (joined := self._joined.get(templates)) is None:
-                if len(self._joined) >= _MOST_TEMPLATES:
-                    self._joined.clear()
-                joined = self._joined[templates] = StepTemplate(templates, [len(each) for each in values])
-            self._entries.append(joined.entries(values))
+    def _encode(self, step: int) -> None:
+        """Encode the values that were added to a step, all at once, and add them to the heat maps."""
+        groups, arrays = zip(*self._added, strict=True)
+        self._added, titled = [], dict[int, bytes]()
+        if (template := self._steps.get(groups)) is None:
+            template, titled = self._new_step(groups, arrays)
+        block, numbers = template.entries(np.concatenate(arrays))
+        if titled:
+            ends = template.ends.tolist()
+            block = b"".join(titled.get(i, block[a:b]) for i, (a, b) in enumerate(zip([0, *ends], ends, strict=False)))
+        self._entries.append(block)
+        for summary, names, places in template.summaries:
+            if len(names) > 1:
+                summary.heatmap.add(step, names, numbers[places])
+                self._thread.open()
+
+    def _new_step(
+        self, groups: tuple[SeriesGroup, ...], arrays: Sequence[NDArray[np.float64]]
+    ) -> tuple[StepTemplate, dict[int, bytes]]:
+        """Return a new template, and by their places the entries of values that are the first ones with a title."""
+        titled: dict[int, bytes] = {}
+        place = 0
+        for group, values in zip(groups, arrays, strict=True):
+            if group not in self._templates:
+                titled |= {place + i: entry for i, entry in self._new_template(group, values).items()}
+            place += len(self._templates[group].prefixes)
+        if len(self._steps) >= _MOST_TEMPLATES:
+            self._steps.clear()
+        counts = [len(values) for values in arrays]
+        template = self._steps[groups] = StepTemplate([self._templates[group] for group in groups], counts)
+        for summary, names, _ in template.summaries:
+            if len(names) > summary.size:
+                summary.size, self._may_have_changed = len(names), True
+        return template, titled
 
     def _add_layout(self) -> None:
         """Add the layout of the charts, if it has changed; TensorBoard uses the latest one."""
@@ -391,19 +400,8 @@ class TensorBoardBackend(FileBackend):
         self._config = None
 
     def _take_block(self, step: int) -> bytes:
-        has_pictures = False
-        for group in self._groups.values():
-            if group.added:
-                names, values = group.take()
-                if len(names) > group.size:
-                    group.size, self._may_have_changed = len(names), True
-                if len(values) > 1:
-                    self._added.append((group.template, np.array(overview(values))))
-                    group.heatmap.add(step, names, values)
-                    has_pictures = True
-        if has_pictures:
-            self._thread.open()
-        self._encode()
+        if self._added:
+            self._encode(step)
         if self._may_have_changed:
             self._add_layout()
         if self._config and self._headlines:

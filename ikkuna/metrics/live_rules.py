@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.backends.backend import Backend, get_backend
+from ikkuna.backends.guarded_backend import BackendCall
 from ikkuna.backends.loggers import adapted
 from ikkuna.diagnosis import Finding, Findings, Judge, Network, Rule, get_rules
 from ikkuna.diagnosis.findings import STYLES, is_muted
@@ -27,6 +28,7 @@ from ikkuna.metrics.subscriber.base import StepLosses, Subscriber
 from ikkuna.metrics.subscriber.subscription import Subscription
 from ikkuna.store.finding import SEVERITIES
 from ikkuna.store.names import Series, SeriesGroup
+from ikkuna.store.values import shown
 from ikkuna.support.console import announce
 from ikkuna.support.failures import error_text, log, raise_users_exception
 from ikkuna.support.modules import NamedParameter
@@ -106,8 +108,7 @@ class StatisticsReader(Subscriber):
     def compute_batch(self, batch: MessageBatch) -> None:
         """Pass the values of all modules on."""
         for kind, function in self._results:
-            with np.errstate(all="ignore"):
-                values = np.broadcast_to(np.asarray(function(batch.records), np.float64), (len(batch),))
+            values = np.broadcast_to(np.asarray(function(batch.records), np.float64), (len(batch),))
             self._receiver.receive_all(batch, kind, values)
 
 
@@ -179,14 +180,21 @@ class RuleSubscriber(Subscriber):
         self._stopping = SEVERITIES[SEVERITIES.index(stop) :] if stop else ()
         self._every = every
         self.needs_step_every = loss_every if stop else every  # training stops at the end of the judged step
-        self._reads = self.subscription.sampled(subsample=loss_every).samples
+        self._samples = self.subscription.sampled(subsample=loss_every).samples
+        self._asked: tuple[Stamp | None, bool] = None, False
         self._mute = self._muted_first = mute
         self._lacks_network = not judge.history.network.modules
         self.actions: list[OnFinding] = []
         self.preflight: RecordedPreflight | None = None
         self._store = JudgementBackend() if any(map(_writes_files, self.backends)) else None
         self._groups: dict[tuple[str, str | None, str], SeriesGroup] = {}
-        self._has_values = False
+        self._kept: list[tuple[SeriesGroup, NDArray[np.float64], int]] = []  # values that are not stored yet
+
+    def _reads(self, stamp: Stamp) -> bool:
+        """Return whether the series that have a value in every step are read at a step."""
+        if self._asked[0] is not stamp:
+            self._asked = stamp, self._samples(stamp)
+        return self._asked[1]
 
     @property
     def findings(self) -> Findings:
@@ -223,12 +231,9 @@ class RuleSubscriber(Subscriber):
             self._keep(self._curve_group(batch.names, kind, stamp.pass_name), values, stamp.global_step)
 
     def _keep(self, group: SeriesGroup, values: NDArray[np.float64], step: int) -> None:
-        """Store values that a rule reads, so that they can be judged again."""
-        if self._store is None or self._host is None or group.kind not in self.judge.kinds:
-            return
-        if (run := self._host.open_run()) is not None:
-            run.add("add_group", (group, values, step), step, (self._store,))
-            self._has_values = True
+        """Keep values that a rule reads, which are stored at the end of the step, so that they can be judged again."""
+        if self._store is not None and group.kind in self.judge.kinds:
+            self._kept.append((group, values, step))
 
     def compute_batch(self, batch: MessageBatch) -> None:
         """Add the values of the messages of one kind to the history of the rules."""
@@ -356,16 +361,17 @@ class RuleSubscriber(Subscriber):
         """Store the end of the judged step, and how it has changed the findings."""
         if self._store is None or self._host is None:
             return
-        events = self.judge.events()
-        if not (events or self._has_values) or (run := self._host.open_run()) is None:
+        events, step = self.judge.events(), stamp.global_step
+        kept, self._kept = self._kept, []
+        if not (events or kept) or (run := self._host.open_run()) is None:
             return
-        if self._has_values:
-            run.show(_JUDGED, 1.0, stamp.global_step, (self._store,))
-            self._has_values = False
+        if kept:
+            ended = BackendCall(*shown(_JUDGED, 1.0, step), step)
+            run.add_all([*(BackendCall("add_group", each, step) for each in kept), ended], (self._store,))
         note = "" if self.preflight is None else self.preflight.note
         for event in events:
             told = {**event, "note": note, "mute": sorted(self._muted_first)} if event["event"] == "judged" else event
-            run.show(_JUDGED, event_text(told), stamp.global_step, (self._store,))
+            run.show(_JUDGED, event_text(told), step, (self._store,))
 
     def _act(self, finding: Finding, stamp: Stamp) -> None:
         # before the line is logged, so that the run is named first

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.export.messages import Message, MessageBatch, ModuleMessage, NetworkMessage, Stamp
+from ikkuna.export.messages import MeasuredStep, Message, ModuleMessage, NetworkMessage, Stamp
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.metrics.messages.kinds import MICRO_KINDS, PARAMETER_KINDS
 from ikkuna.numerics.elements import readable
@@ -447,28 +447,22 @@ class ClippingSubscriber(PlotSubscriber):
         name_results(options, "gradient_norm_unclipped", "clipped_share")
         super().__init__((*_UNCLIPPED, *_CLIPPED), **options)
         self.window = window
-        self._norms: dict[bool, list[float]] = {True: [], False: []}
         self._clipped: list[bool] = []
 
-    def compute_batch(self, batch: MessageBatch) -> None:
-        """Store the norms of the gradients of a kind until the step is over."""
-        self._norms[batch.kind in _UNCLIPPED] += batch.records.l2_norm.tolist()
-
-    def abandon(self, stamp: Stamp) -> None:
-        """Forget the norms of a step of which some are missing."""
-        self._norms = {True: [], False: []}
-
-    def finish(self, stamp: Stamp) -> None:
+    def compute_step(self, step: MeasuredStep) -> None:
         """Emit the norm before clipping, and the share of clipped steps."""
-        norms, self._norms = self._norms, {True: [], False: []}
+        norms: dict[bool, list[float]] = {True: [], False: []}
+        for batch in step:
+            norms[batch.kind in _UNCLIPPED] += batch.records.l2_norm.tolist()
         if not (norms[True] and norms[False]):
             return
         before, after = math.hypot(*norms[True]), math.hypot(*norms[False])
         norm_kind, share_kind = self.publishes
-        self.emit(NetworkMessage(stamp, norm_kind), before, norm_kind)
+        message = NetworkMessage(step.stamp, norm_kind)
+        self.emit(message, before, norm_kind)
         if math.isfinite(before):
             self._clipped = [*self._clipped, after < before * (1 - 1e-4)][-self.window :]
-            self.emit(NetworkMessage(stamp, share_kind), sum(self._clipped) / len(self._clipped), share_kind)
+            self.emit(message, sum(self._clipped) / len(self._clipped), share_kind)
 
 
 _SPREAD = 4096

@@ -199,6 +199,7 @@ class SpeedSubscriber(PlotSubscriber):
         name_results(options, "step_seconds", "samples_per_second", "monitor_share", "peak_memory")
         super().__init__(["input_data", "batch_finished"], **options)
         self._samples = SampleCount()
+        self._peak = (0.0, 0.0)
 
     def measure(self, message: NetworkMessage) -> Tensor | None:
         """Return the number of samples."""
@@ -217,7 +218,9 @@ class SpeedSubscriber(PlotSubscriber):
             if calls:
                 self.emit(message, samples / seconds, samples_per_second)
             self.emit(message, report["own_seconds"] / seconds, monitor_share)
-        self.emit(message, resident_peak(), peak_memory)
+        if (used := _largest_use()) != self._peak[0] or not self._peak[1] >= used:
+            self._peak = used, resident_peak()  # it takes 50 times as long to read
+        self.emit(message, self._peak[1], peak_memory)
         for name, peak in _device_peaks():
             self.emit(replace(message, path=name), peak, peak_memory)
 
@@ -234,6 +237,10 @@ def resident_peak() -> float:
     """
     with suppress(FileNotFoundError, PermissionError, IndexError), open("/proc/self/status", "rb", 0) as status:
         return float(status.read().partition(b"VmHWM:")[2].split(None, 1)[0]) * 1024  # 1/4 of the time of a text
+    return _largest_use()
+
+
+def _largest_use() -> float:
     try:
         import resource
     except ImportError:  # on Windows

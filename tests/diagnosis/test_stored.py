@@ -14,6 +14,7 @@ from torch import nn
 
 import ikkuna
 from ikkuna import cli
+from ikkuna.backends.guarded_backend import BackendCall
 from ikkuna.backends.run import Run
 from ikkuna.diagnosis import Finding, Judge, Rule, Score, get_rules
 from ikkuna.diagnosis.judge import check
@@ -54,8 +55,8 @@ class Watched:
         self.run.show(Series("loss"), loss, number)
         self.rules.compute(NetworkMessage(stamp, "loss", data=loss, record=Record(n=1.0)))
         self.rules.finish(stamp)
-        for method, arguments, step, _ in self.rules.take_results():
-            self.run.add(method, arguments, step, ("tb",))
+        for method, arguments, stamp, _ in self.rules.take_results():
+            self.run.add_all([BackendCall(method, arguments, stamp.global_step)], ("tb",))
         self.run.commit(number)
 
     def close(self):

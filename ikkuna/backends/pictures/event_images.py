@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +54,7 @@ class HeatmapImage:
         self._lock = threading.RLock()  # a signal handler may enter it again
         self._step = self._drawn = -1
 
-    def add(self, step: int, names: Sequence[str], values: NDArray[np.float64]) -> None:
+    def add(self, step: int, names: Sequence[str], values: NDArray[np.floating[Any]]) -> None:
         """Add one value of each name at a step."""
         with self._lock:
             self._heatmap.add(step, names, values)

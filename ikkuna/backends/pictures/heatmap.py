@@ -5,7 +5,7 @@ Adds the modules that a heat map should have and that never arrived.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,7 @@ class HeatmapView:
 
     names: tuple[str, ...]
     steps: tuple[int, ...]
-    values: NDArray[np.float32]
+    values: NDArray[np.floating[Any]]
     known: NDArray[np.bool_]
     quantity: Quantity = NEUTRAL
 
@@ -48,7 +48,7 @@ class _Column(NamedTuple):
 
     step: int
     rows: "slice | NDArray[np.intp]"
-    values: NDArray[np.float32]
+    values: NDArray[np.floating[Any]]
 
 
 class Heatmap:
@@ -71,11 +71,13 @@ class Heatmap:
         self._columns: Decimator[_Column] = Decimator(CAPACITY, keep_first)
         self._last: _Column | None = None
 
-    def add(self, step: int, names: Sequence[str], values: NDArray[np.float64]) -> None:
+    def add(self, step: int, names: Sequence[str], values: NDArray[np.floating[Any]]) -> None:
         """Add one value of each name at a step, which is later than those before."""
         rows = slice(0, len(names)) if names is self._latest else self._rows_of(names)
-        with np.errstate(over="ignore"):
-            self._last = _Column(step, rows, values.astype(np.float32))
+        if values.dtype != np.float32:
+            with np.errstate(over="ignore"):
+                values = values.astype(np.float32)
+        self._last = _Column(step, rows, values)
         self._columns.add(self._last)
 
     def _rows_of(self, names: Sequence[str]) -> "slice | NDArray[np.intp]":

@@ -317,6 +317,7 @@ class MessageBus(Delivery):
     def _end_run(self, unregistered: tuple[Registered, ...]) -> None:
         """Deliver the queue, unregister subscribers, and close the run; another value opens another run."""
         self.drain(wait=True)
+        self.settle()
         for registered in unregistered:
             registered.subscriber._host = registered.subscriber.evaluate = None
         self._set_registered(tuple(r for r in self.registered if r not in unregistered))

@@ -4,14 +4,14 @@ The exporter appends finished steps and events to a `DeliveryQueue`, and drains 
 
 1. `Finished.deliver` takes the batches of each subscriber from the rows of the step, one `MessageBatch` for each kind.
 2. `Delivery.deliver` calls ``compute_batch`` with a batch, or ``compute`` with each of its messages, through the error guard.
-3. `Delivery.take_results` passes the arrays that the subscriber has emitted to the run, which adds them to the block of the step
-   in each backend, and to `Delivery.publish`, which delivers them to the subscribers of their kind.
-4. `Finished.end` calls ``finish``, drops joined messages that lack a partner, and commits the step: each backend encodes its
-   block and gives it to its writer thread.
+3. `Delivery.pass_on` keeps the arrays that the subscriber has emitted: for the subscribers of their kind, which receive them
+   together with what they take of the step themselves, and for the backends.
+4. `Finished.end` calls ``finish`` and drops joined messages that lack a partner.  `Delivery.commit` passes all arrays of the step
+   to the run at once; each backend encodes them and gives them to its writer thread.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ikkuna.backends.guarded_backend import BackendCall
 from ikkuna.backends.run import Run
 from ikkuna.metrics.bus.error_guard import ErrorGuard
 from ikkuna.metrics.messages.batch import MeasuredStep, MessageBatch
@@ -39,6 +40,7 @@ class Measurements(Protocol):
 
     stamp: Stamp
     subscriptions: Sequence[Registered]
+    sampled: frozenset[Registered]
     skipped: bool
     rates: dict[str, Any]
 
@@ -88,6 +90,8 @@ class Delivery:
         The open run; ``None`` before the first value.
     queue : DeliveryQueue
         Events and measurements of steps that have not been delivered.
+    expected : dict
+        By subscriber, the events and results that it receives next.
     """
 
     def __init__(self, error_guard: ErrorGuard) -> None:
@@ -96,6 +100,9 @@ class Delivery:
         self.queue = DeliveryQueue(error_guard)
         self._by_kind: dict[str, tuple[Registered, ...]] = {}
         self.run: Run | None = None
+        self._step: tuple[Stamp | None, frozenset[Registered]] = None, frozenset()
+        self.expected: dict[Registered, list[MessageBatch]] = {}
+        self._calls: dict[tuple[tuple[Hashable, ...], int], tuple[tuple[Any, ...], list[BackendCall]]] = {}
 
     def open_run(self) -> Run | None:
         """Return the open run, and open one if there is none; ``None`` if another rank writes the run."""
@@ -112,10 +119,7 @@ class Delivery:
     def publish(
         self, messages: Message | MessageBatch, early: Mapping[Registered, Sequence[Result | Later]] = _NONE
     ) -> None:
-        """Deliver an event or results to the subscribers of their kind.
-
-        A subscriber that takes a message of a circle, such as its own, is disabled: results that are published while others are
-        being delivered are in a circle if there are more of them than subscribers.
+        """Deliver an event or results to the subscribers of their kind: at once, or as the next ones of a delivery that has begun.
 
         Parameters
         ----------
@@ -124,26 +128,28 @@ class Delivery:
         early : mapping
             The results of subscribers that have handled the event already.
         """
-        if messages.kind not in self._by_kind:
+        self.expect(messages, early)
+        self._settle_outside()
+
+    def expect(
+        self, messages: Message | MessageBatch, early: Mapping[Registered, Sequence[Result | Later]] = _NONE
+    ) -> None:
+        """Keep an event or results for the subscribers of their kind, see :meth:`publish`."""
+        if (takers := self._by_kind.get(messages.kind)) is None:
             return
         batch = messages if isinstance(messages, MessageBatch) else MessageBatch.of(messages)
-        thread = self.thread
-        outer = thread.deliveries
-        try:
-            thread.deliveries = outer + 1
-            for registered in self._by_kind[batch.kind]:
-                if registered in early:
-                    self.pass_on(registered, early[registered])
-                elif (selected := registered.select(batch)) is None:
-                    continue
-                elif outer > len(self.registered):
-                    self.error_guard.disable(registered, f"taking a circle of messages of the kind {batch.kind!r}")
-                else:
-                    self.deliver(registered, selected)
-            thread.deliveries = outer
-        except BaseException:
-            thread.deliveries = outer
-            raise
+        stamp, sampled = self._step
+        for registered in takers:
+            if registered in early:
+                self.pass_on(registered, early[registered])
+                continue
+            is_sampled = None if batch.stamp is not stamp else registered in sampled
+            if (selected := registered.select(batch, is_sampled)) is not None:
+                self.expected.setdefault(registered, []).append(selected)
+
+    def begin(self, stamp: Stamp, sampled: frozenset[Registered]) -> None:
+        """Set which subscribers sample the step whose values are delivered now."""
+        self._step = stamp, sampled
 
     def deliver(self, registered: Registered, *batches: MessageBatch, early: _Early | None = None) -> None:
         """Deliver messages to one subscriber, one batch for each kind; those of joined kinds wait for their partners.
@@ -152,6 +158,8 @@ class Delivery:
         Its results are passed on at the end, also after an error; with `early`, they are kept there.
         """
         subscriber, call_each = registered.subscriber, self.error_guard.call_each
+        if not batches:
+            return
         if registered.subscription.is_joined:
             complete = (batch if batch.parts else registered.join(batch) for batch in batches)
             batches = tuple(batch for batch in complete if batch is not None)
@@ -164,24 +172,67 @@ class Delivery:
         elif subscriber._untaken:
             self.pass_on(registered, subscriber.take_results())
 
-    def deliver_step(self, registered: Registered, step: MeasuredStep) -> None:
-        """Deliver what was measured to a subscriber that takes whole steps; pass its results on, also after an error."""
-        subscriber = registered.subscriber
-        self.error_guard.call(registered, "compute", subscriber.compute_step, step)
-        if subscriber._untaken:
-            self.pass_on(registered, subscriber.take_results())
+    def deliver_measured(self, registered: Registered, rows: Measurements) -> None:
+        """Deliver what a subscriber takes of a step, after the results of others that it takes."""
+        results = self.expected.pop(registered, ())
+        if not registered.takes_steps:
+            self.deliver(registered, *results, *rows.batches(registered))
+            return
+        if results:
+            self.deliver(registered, *results)
+        self.error_guard.call(registered, "compute", registered.subscriber.compute_step, rows.step(registered))
+        if registered.subscriber._untaken:
+            self.pass_on(registered, registered.subscriber.take_results())
+
+    def deliver_expected(self) -> None:
+        """Deliver events and results to the subscribers that take them, in the order of registration.
+
+        A subscriber that takes a message of a circle, such as its own, is disabled: there is one if results are followed by others
+        more often than there are subscribers.
+        """
+        rounds = 0
+        while self.expected:
+            rounds += 1
+            for each in [each for each in self.registered if each in self.expected] or list(self.expected):
+                batches = self.expected.pop(each, [])
+                if batches and rounds > len(self.registered) + 1:
+                    self.error_guard.disable(each, f"taking a circle of messages of the kind {batches[0].kind!r}")
+                elif batches and not each.disabled:
+                    self.deliver(each, *batches)
 
     def pass_on(self, registered: Registered, results: Sequence[Result | Later]) -> None:
-        """Show and publish what a subscriber has emitted, in order."""
+        """Keep what a subscriber has emitted, in order, for the backends and for the subscribers of its kind."""
         for result in results:
             if isinstance(result, Later):
                 self.queue.late.append(_LateResult(registered, result))
                 continue
-            method, arguments, step, batch = result
-            if (run := self.run or self.open_run()) is not None:
-                run.add(method, arguments, step, registered.subscriber.backends, registered)
-            if batch is not None and batch.kind in self._by_kind:
-                self.publish(batch)
+            step = result.stamp.global_step
+            if (kept := self._calls.get((registered.targets, step))) is None:
+                kept = self._calls[registered.targets, step] = registered.subscriber.backends, []
+            kept[1].append(BackendCall(result.method, result.arguments, step, registered))
+            if result.names is not None and (kind := result.arguments[0].kind) in self._by_kind:
+                self.expect(MessageBatch(result.stamp, kind, result.names, data=result.arguments[1]))
+
+    def settle(self) -> None:
+        """Deliver the events and results that subscribers take, and pass all values on to the backends."""
+        if self.expected:
+            try:
+                self.thread.is_delivering = True
+                self.deliver_expected()
+                self.thread.is_delivering = False
+            except BaseException:
+                self.thread.is_delivering, self.expected = False, {}
+                raise
+        if self._calls:
+            kept, self._calls = self._calls, {}
+            for backends, calls in kept.values():
+                if calls and (run := self.run or self.open_run()) is not None:
+                    run.add_all(calls, backends)
+
+    def _settle_outside(self) -> None:
+        """Settle, unless a delivery has begun, which does so at its end."""
+        if not (self.queue.is_held or self.thread.is_delivering):
+            self.settle()
 
     def evaluate_early(self, message: Message, into: _Early) -> None:
         """Let subscribers that evaluate the model handle an event now, and keep their results until the event is delivered."""
@@ -189,7 +240,7 @@ class Delivery:
         for registered in self._by_kind.get(message.kind, ()):
             takes_events = _EVENTS.issuperset(registered.kinds) and not registered.subscription.is_joined
             if registered.subscriber.needs_model and takes_events and registered.select(batch) is not None:
-                with self.queue.hold(), np.errstate(divide="ignore", invalid="ignore"):
+                with self.queue.hold(), np.errstate(all="ignore"):
                     self.deliver(registered, batch, early=into)
 
     # -- what a subscriber calls ----------------------------------------------------------------------------------
@@ -199,6 +250,7 @@ class Delivery:
         for registered in self.registered:
             if registered.subscriber is subscriber:
                 self.pass_on(registered, subscriber.take_results())
+        self._settle_outside()
 
     def drop_late(self, subscriber: Subscriber) -> None:
         """Count a result that is not computed, because earlier ones still are."""
@@ -207,7 +259,8 @@ class Delivery:
                 registered.drop_late()
 
     def commit(self, step: int) -> None:
-        """Pass the end of a step on to the backends."""
+        """Pass the values and the end of a step on to the backends."""
+        self.settle()
         if self.run is not None:
             self.run.commit(step)
 
@@ -271,15 +324,14 @@ class Finished(Item):
             if observer is not None:
                 observer.rows_complete(rows, event)
         is_late = False
+        bus.begin(rows.stamp, rows.sampled)
         try:
             for registered in rows.subscriptions:
                 if not registered.disabled and (not rows.skipped or registered.subscriber.sees_skipped):
-                    if registered.takes_steps:
-                        bus.deliver_step(registered, rows.step(registered))
-                    else:
-                        bus.deliver(registered, *rows.batches(registered))
-            if event is not None and event.kind in bus._by_kind:
-                bus.publish(event, _NONE if rows.skipped else self.early)
+                    bus.deliver_measured(registered, rows)
+            if event is not None:
+                bus.expect(event, _NONE if rows.skipped else self.early)
+            bus.deliver_expected()
             is_late = bool(bus.queue.late)
             if is_late:  # results of this step are being computed
                 bus.queue.late.append(_End(self))
@@ -292,20 +344,23 @@ class Finished(Item):
     def end(self, bus: Delivery) -> None:
         """Deliver the end of the step, after all of its results."""
         rows = self.rows
+        bus.begin(rows.stamp, rows.sampled)
         for registered in rows.subscriptions:
+            if registered in bus.expected:  # others have published it at the end
+                bus.deliver(registered, *bus.expected.pop(registered))
             is_asked = registered.finishes and (not rows.skipped or registered.subscriber.sees_skipped)
             if is_asked and not registered.disabled:
                 bus.error_guard.call(registered, "finish", registered.subscriber.finish, rows.stamp)
             if registered.subscriber._untaken:  # also what was emitted in `measure`
                 bus.pass_on(registered, registered.subscriber.take_results())
+        bus.settle()
         for registered in bus.registered:
             if registered.waiting:
                 registered.drop_incomplete(rows.stamp)
-        if bus.run is not None:
-            bus.run.commit(rows.stamp.global_step)
+        bus.commit(rows.stamp.global_step)
 
     def abandon(self, bus: Delivery) -> None:
-        """Make subscribers forget what they have received of the step."""
+        """Make subscribers forget what they have received of the step; what they have published is committed."""
         rows = self.rows
         rows.abandon()
         for registered in bus.registered:
@@ -313,6 +368,7 @@ class Finished(Item):
                 bus.error_guard.call(registered, "abandon", registered.subscriber.abandon, rows.stamp)
             registered.subscriber.take_results()
             registered.drop_incomplete(rows.stamp)
+        bus.commit(rows.stamp.global_step)
 
 
 @dataclass
@@ -445,6 +501,11 @@ class DeliveryQueue:
         """Append an event, or the measurements of a step."""
         self._items.append(Event(item) if isinstance(item, Message) else item)
 
+    @property
+    def is_held(self) -> bool:
+        """Whether items wait, because others are being delivered, or a subscriber evaluates the model."""
+        return self._is_held
+
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Let all items wait in the queue, because a subscriber is called that may evaluate the model."""
@@ -461,7 +522,7 @@ class DeliveryQueue:
         try:
             try:
                 self._is_held = True
-                with np.errstate(divide="ignore", invalid="ignore"):  # 0/0 of rows is NaN without a warning
+                with np.errstate(all="ignore"):  # 0/0 of rows is NaN without a warning
                     while self._items and self._deliver_first(bus, wait):
                         pass
             finally:
@@ -487,6 +548,7 @@ class DeliveryQueue:
                 return False
             self._begun = item
             item.deliver(bus)
+            bus.settle()
         except Exception as error:
             self._error_guard.report_internal("delivery", error)
         self._items.popleft()
@@ -501,6 +563,7 @@ class DeliveryQueue:
             step = item.stamp.global_step
             log.warning("an exception has interrupted the delivery of step %d; some of its values are missing", step)
         try:
+            bus.expected = {}
             item.abandon(bus)
         except Exception as error:
             self._error_guard.report_internal("delivery", error)

@@ -30,12 +30,12 @@ class ThreadState(threading.local):
     ----------
     subscriber_is_running : bool
         Whether a subscriber's code runs on this thread.
-    deliveries : int
-        Number of messages that are being delivered, each by a subscriber that takes the one before.
+    is_delivering : bool
+        Whether events and results are being delivered; further ones come after them.
     """
 
     subscriber_is_running = False
-    deliveries = 0
+    is_delivering = False
 
 
 class ErrorGuard:
@@ -75,7 +75,7 @@ class ErrorGuard:
         before = dict(vars(self.thread))
 
         def run() -> None:
-            self.thread.subscriber_is_running, self.thread.deliveries = False, 0
+            self.thread.subscriber_is_running, self.thread.is_delivering = False, False
             body()
 
         restoring(run, lambda: vars(self.thread).update(before))

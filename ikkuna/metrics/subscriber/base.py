@@ -42,6 +42,10 @@ A rank without the tensor has NaN.
 """
 
 
+METHODS = ("compute_step", "compute_batch", "compute")
+"""The methods of which a subscriber implements one; each of the first two calls the next one by default."""
+
+
 class _Thread(Protocol):
     """The state of a thread, see `ErrorGuard`."""
 
@@ -81,7 +85,7 @@ class Host(Protocol):
 
 
 class Result(NamedTuple):
-    """A call of a backend, and the messages that are published with it.
+    """A call of a backend, and the names of the messages that are published with it.
 
     Parameters
     ----------
@@ -89,16 +93,16 @@ class Result(NamedTuple):
         The name of the backend's method.
     arguments : tuple
         Its arguments.
-    step : int
+    stamp : Stamp
         The step of the values.
-    batch : MessageBatch, optional
-        Their messages; ``None`` for values that are only shown.
+    names : BatchNames, optional
+        The names of their messages; ``None`` for values that are only shown.
     """
 
     method: str
     arguments: tuple[Any, ...]
-    step: int
-    batch: MessageBatch | None = None
+    stamp: Stamp
+    names: BatchNames | None = None
 
 
 class Later(NamedTuple):
@@ -504,7 +508,8 @@ class Subscriber(metaclass=_RegisteringType):
             If `kind` is not among ``publishes``.
         """
         kind = kind if kind in self.publishes else self._checked_kind(kind)
-        self._keep_result(_Number(message.stamp, _name(message), kind, float(value)))
+        first = message.first if isinstance(message, MessageBundle) else message
+        self._keep_result(_Number(first.stamp, _name(first), kind, float(value)))
 
     def _checked_kind(self, kind: str | None) -> str:
         if not self.publishes:
@@ -565,13 +570,12 @@ class Subscriber(metaclass=_RegisteringType):
         group, step = self._curve_group(batch.names, kind, batch.stamp.pass_name), batch.stamp.global_step
         for series, value in zip(group.series, values, strict=True):
             if value is not None:
-                self._keep_result(Result(*shown(series, value, step), step))
+                self._keep_result(Result(*shown(series, value, step), batch.stamp))
 
     def _show(self, message: Message, value: Any, kind: str) -> None:
         if self._host is not None:
-            step = message.global_step
-            [series] = self._curve_group(self._batch_names((_name(message),)), kind, message.tag).series
-            self._keep_result(Result(*shown(series, value, step), step))
+            [series] = self._curve_group(self._batch_names([_name(message)]), kind, message.tag).series
+            self._keep_result(Result(*shown(series, value, message.global_step), message.stamp))
 
     def _result_of(self, stamp: Stamp, names: BatchNames, kind: str, values: Any, is_published: bool) -> Result:
         found = np.array(values, np.float64)
@@ -580,8 +584,7 @@ class Subscriber(metaclass=_RegisteringType):
         group = self._curve_groups.get((names, kind, stamp.pass_name)) or self._curve_group(
             names, kind, stamp.pass_name
         )
-        batch = MessageBatch(stamp, kind, names, data=found) if is_published else None
-        return Result("add_group", (group, found, stamp.global_step), stamp.global_step, batch)
+        return Result("add_group", (group, found, stamp.global_step), stamp, names if is_published else None)
 
     def _curve_group(self, names: BatchNames, kind: str, pass_name: str) -> SeriesGroup:
         """Return the curves of a kind, the same object at each step, so that backends can keep what they compute for it."""
@@ -593,8 +596,9 @@ class Subscriber(metaclass=_RegisteringType):
             found = self._curve_groups[key] = SeriesGroup(kind, names.names, *rest)
         return found
 
-    def _batch_names(self, names: tuple[_Name, ...]) -> BatchNames:
+    def _batch_names(self, each: list[_Name]) -> BatchNames:
         """Return the names of messages as one object, the same at each step."""
+        names = tuple(each)
         if (known := self._known_names.get(names)) is None:
             if sum(map(len, self._known_names)) > _MOST_NAMES:  # the modules that are called change from step to step
                 self._known_names.clear()
@@ -610,20 +614,26 @@ class Subscriber(metaclass=_RegisteringType):
     def take_results(self) -> list[Result | Later]:
         """Return what was emitted and shown since the last call, the numbers of one kind and step together; the bus calls it."""
         added, self._untaken = self._untaken, []
-        numbers: dict[tuple[int, str], list[_Number]] = {}
+        together: dict[tuple[int, str], tuple[_Number, list[_Name], list[float]]] = {}
         found: list[Any] = []
         for each in added:
             if not isinstance(each, _Number):
                 found.append(each)
-            elif (together := numbers.get((id(each.stamp), each.kind))) is not None:
-                together.append(each)
-            else:
-                found.append(numbers.setdefault((id(each.stamp), each.kind), [each]))
-        return [self._joined(*each) if type(each) is list else each for each in found] if numbers else found
-
-    def _joined(self, *numbers: _Number) -> Result:
-        names, values = tuple([each.name for each in numbers]), [each.value for each in numbers]
-        return self._result_of(numbers[0].stamp, self._batch_names(names), numbers[0].kind, values, is_published=True)
+                continue
+            key = id(each.stamp), each.kind
+            if key not in together:
+                together[key] = each, [], []
+                found.append(key)
+            _, names, values = together[key]
+            names.append(each.name)
+            values.append(each.value)
+        if together:
+            for i, key in enumerate(found):
+                if type(key) is tuple:
+                    first, names, values = together[key]
+                    known = self._batch_names(names)
+                    found[i] = self._result_of(first.stamp, known, first.kind, values, is_published=True)
+        return found
 
     def quantity_of(self, kind: str) -> Quantity:
         """Return what a kind that this subscriber publishes or shows is."""
@@ -647,7 +657,7 @@ class Subscriber(metaclass=_RegisteringType):
     def check(self) -> None:
         """Raise `ConfigError` if an attribute of the class is invalid; called at registration."""
         self._check_quantity()
-        if type(self).compute is Subscriber.compute and type(self).compute_batch is Subscriber.compute_batch:
+        if not any(getattr(type(self), name) is not getattr(Subscriber, name) for name in METHODS):
             raise ConfigError(f"{type(self).__name__} needs a method compute or compute_batch, it has neither")
         if self.merge not in MERGES:
             raise ConfigError(f"{type(self).__name__}.merge must be one of {', '.join(MERGES)}, got {self.merge!r}")
@@ -661,6 +671,5 @@ class Subscriber(metaclass=_RegisteringType):
         return f"{type(self).__name__}({', '.join(self.kinds)})"
 
 
-def _name(message: Message | MessageBundle) -> _Name:
-    first = message.first if isinstance(message, MessageBundle) else message
-    return getattr(first, "module", None), getattr(first, "path", ""), first.series_name
+def _name(message: Message) -> _Name:
+    return getattr(message, "module", None), getattr(message, "path", ""), message.series_name

@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.metrics.messages.batch import MessageBatch
 from ikkuna.metrics.subscriber.base import Subscriber
@@ -155,8 +153,7 @@ class SharedStatisticSubscriber(PlotSubscriber):
 
     def compute_batch(self, batch: MessageBatch) -> None:
         """Emit the values of all modules."""
-        with np.errstate(all="ignore"):
-            values = list(self.values(batch.records if self.fields else batch))
+        values = list(self.values(batch.records if self.fields else batch))
         if len(values) != len(self.publishes):
             raise ValueError(f"values() returned {len(values)} results, expected {len(self.publishes)}")
         for kind, array in zip(self.publishes, values, strict=True):

@@ -7,11 +7,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.backends.backend import last_defined
+from ikkuna.backends.backend import key_of, last_defined
 from ikkuna.metrics.messages.batch import BatchNames, MessageBatch
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS, MEASURED_TOGETHER, OBSERVED, PARAMETER_KINDS
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
-from ikkuna.metrics.subscriber.base import Subscriber
+from ikkuna.metrics.subscriber.base import METHODS, Subscriber
 from ikkuna.metrics.subscriber.subscription import Sampling
 from ikkuna.numerics.statistics import needed_fields
 from ikkuna.support.failures import FailureCounter, log
@@ -51,6 +51,10 @@ class Registered:
         Whether the subscriber decides for each step whether it measures.
     finishes : bool
         Whether the subscriber handles the end of steps.
+    measured : tuple
+        The rows that were measured in the last step, and those of them that the subscriber takes.
+    targets : tuple
+        Equal for subscribers with the same backends.
     rhythm : tuple
         Equal for subscribers that sample the same steps.
     disabled : bool
@@ -80,7 +84,7 @@ class Registered:
         self.fields = needed_fields(subscriber.fields) if subscriber.fields else frozenset[str]()
         is_replaced = "compute" in vars(subscriber)
         self.takes_batches = not is_replaced and last_defined(type(subscriber), "compute_batch", "compute") != "compute"
-        last = last_defined(type(subscriber), "compute_step", "compute_batch", "compute")
+        last = last_defined(type(subscriber), *METHODS)
         self.takes_steps = last == "compute_step" and not (is_replaced or self.subscription.is_joined)
         self.varies = type(subscriber).measures is not Subscriber.measures
         self.finishes = type(subscriber).finish is not Subscriber.finish or "finish" in vars(subscriber)
@@ -91,6 +95,8 @@ class Registered:
             else (id(self),)
         )
         self.takes_losses = type(subscriber).compute_losses is not Subscriber.compute_losses and asked.subsample == 1
+        self.measured: tuple[object, tuple[Any, ...]] = None, ()
+        self.targets = tuple(map(key_of, subscriber.backends))
         self.disabled = False
         self.failures = FailureCounter()
         self.seconds = 0.0
@@ -180,9 +186,14 @@ class Registered:
             self._scheduled[step] = known
         return known
 
-    def select(self, batch: MessageBatch) -> MessageBatch | None:
-        """Return the messages of an event or of results that are delivered; ``None`` for none of them."""
-        if self.disabled or not self.subscription.takes_step(batch.kind, batch.stamp, self.samples):
+    def select(self, batch: MessageBatch, is_sampled: bool | None = None) -> MessageBatch | None:
+        """Return the messages of an event or of results that are delivered; ``None`` for none of them.
+
+        `is_sampled` is whether the subscriber samples the step of the batch, if that is known.
+        """
+        if is_sampled is None:
+            is_sampled = self.subscription.takes_step(batch.kind, batch.stamp, self.samples)
+        if self.disabled or not is_sampled:
             return None
         if self.subscription.modules is None:
             return batch

@@ -148,6 +148,8 @@ class Plan:
 
     Attributes
     ----------
+    sampled : frozenset of Registered
+        The subscribers that sample the step, without their order.
     takes_data : bool
         Whether any tensor is measured, rather than events and results alone.
     counts_forwards : bool
@@ -169,6 +171,7 @@ class Plan:
         measuring: frozenset[Registered] = frozenset(),
     ) -> None:
         self.subscriptions, self.measuring = subscriptions, measuring
+        self.sampled = frozenset(subscriptions)
         self._tasks: dict[tuple[str, str | None], Task | None] = {}
         self._of_all_modules: dict[str, Task | None] = {}
         self._candidates: dict[str, list[Registered]] = {}
@@ -355,13 +358,14 @@ class MeasuredRows:
     def __init__(self, selections: "Selections", is_measured: NDArray[np.bool_]) -> None:
         self.is_measured = is_measured
         self._selections = selections
-        self._of: WeakKeyDictionary[Registered, tuple[Selection, ...]] = WeakKeyDictionary()
 
     def of(self, registered: Registered) -> tuple[Selection, ...]:
         """Return those of the rows that a subscriber takes, those of each of its kinds together."""
-        if (found := self._of.get(registered)) is None:
+        known, found = registered.measured
+        if known is not self:
             some = (selection.measured(self.is_measured) for selection in self._selections.of(registered))
-            found = self._of[registered] = tuple(selection for selection in some if selection is not None)
+            found = tuple(selection for selection in some if selection is not None)
+            registered.measured = self, found
         return found
 
 

@@ -75,6 +75,8 @@ class Rows:
     ----------
     subscriptions : sequence of Registered
         The subscribers that sample the step, in the order of registration.
+    sampled : frozenset of Registered
+        The same without their order.
     values : array
         ``(rows, columns)``, the shared statistics.
     codes : dict
@@ -94,6 +96,7 @@ class Rows:
     def __init__(self, stamp: Stamp, plan: Plan, index: RowIndex, pool: PartPool, selections: Selections) -> None:
         self.stamp, self.plan, self.index, self.selections = stamp, plan, index, selections
         self.subscriptions: Sequence[Registered] = plan.subscriptions
+        self.sampled = plan.sampled
         self.values = _NO_ROWS
         self.codes: dict[int, dict[str, Any]] = {}
         self.measured: dict[int, dict[Registered, Any]] = {}
