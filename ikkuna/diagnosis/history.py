@@ -4,7 +4,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from statistics import median
+from itertools import islice
 from typing import Any
 
 from ikkuna.numerics.spike_score import SpikeScore
@@ -67,8 +67,7 @@ class TimeSeries:
 
     def tail(self, number: int, skip: int = 0) -> list[float]:
         """Return up to `number` of the latest values, oldest first, without the `skip` latest."""
-        length = len(self.values)
-        return [self.values[i] for i in range(max(length - number - skip, 0), max(length - skip, 0))]
+        return list(islice(reversed(self.values), skip, skip + number))[::-1]
 
     def median(self, number: int, skip: int = 0) -> float:
         """Return the median of those of the latest `number` values that are not NaN; NaN if there is none."""
@@ -87,8 +86,11 @@ def middle(values: list[float]) -> float:
     >>> middle([3.0, float("nan"), 1.0])
     2.0
     """
-    known = [value for value in values if value == value]
-    return median(known) if known else float("nan")
+    known = sorted([value for value in values if value == value])
+    if not known:
+        return math.nan
+    low, high = known[(len(known) - 1) // 2], known[len(known) // 2]
+    return low if low == high else (low + high) / 2
 
 
 class Network:

@@ -282,10 +282,15 @@ class UpdateRatioRule(Rule):
 
 def _near_zero(history: History) -> set[str]:
     """Return the matrices whose first weights are far smaller than those of the others."""
-    size_of = history.network.size_of
-    scales = {name: curve.first[0] / math.sqrt(size_of(name)) for name, curve in history.matrices("weights_norm2")}
-    usual = middle([*scales.values()])
-    return {name for name, scale in scales.items() if scale < 0.01 * usual}
+    size_of, matrices = history.network.size_of, history.matrices("weights_norm2")
+    known, names = history.memory[UpdateRatioRule.name], tuple([name for name, _ in matrices])
+    if names not in known:
+        scales = {name: curve.first[0] / math.sqrt(size_of(name)) for name, curve in matrices}
+        usual = middle([*scales.values()])
+        known.clear()
+        known[names] = {name for name, scale in scales.items() if scale < 0.01 * usual}
+    found: set[str] = known[names]
+    return found
 
 
 class WeightDecayRule(Rule):
