@@ -3,9 +3,10 @@
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ikkuna.backends.backend import Backend, last_defined
+from ikkuna.store.names import SeriesGroup
 from ikkuna.store.run_directory import ConfigValue
 from ikkuna.store.values import ModuleEntry
 from ikkuna.support.failures import FailureCounter, error_text, log, raise_users_exception
@@ -19,30 +20,8 @@ class Sender(Protocol):
         """Its name in the log, such as ``NormSubscriber(weights)``."""
 
 
-class BackendCall(NamedTuple):
-    """A call of a method of a backend that adds values.
-
-    Parameters
-    ----------
-    method : str
-        The name of the method, such as ``add_group``.
-    arguments : tuple
-        Its arguments.
-    step : int
-        The step of the values.
-    sender : Sender, optional
-        The sender of the values.
-    """
-
-    method: str
-    arguments: tuple[Any, ...]
-    step: int
-    sender: Sender | None = None
-
-    @property
-    def values(self) -> int:
-        """The number of values."""
-        return len(self.arguments[1]) if self.method == "add_group" else 1
+AddedValues = tuple[str, tuple[Any, ...], Sender | None]
+"""The name of a method of a backend that adds values, such as ``add_group``, its arguments, and the sender of the values."""
 
 
 class GuardedBackend:
@@ -90,12 +69,11 @@ class GuardedBackend:
         self._dropped = 0
         self._committed: int | None = None
 
-    def add_all(self, calls: Sequence[BackendCall], directory: Callable[[], Path]) -> None:
+    def add_all(self, added: Sequence[AddedValues], step: int, directory: Callable[[], Path]) -> None:
         """Call methods of the backend that add values of one step; open the backend first if these are its first values.
 
         The groups of values are added all at once, or one by one, or their values are, as the backend takes them.
         """
-        step = calls[-1].step
         if self._opened_at is None:
             self._open(directory, step)
         if not self._pending:
@@ -103,20 +81,23 @@ class GuardedBackend:
         elif step > self._step:  # an exception has kept the step before from being committed
             self.commit(self._step)
             self._step = step
-        if self._takes == "add_groups":
-            groups = [call for call in calls if call.method == "add_group"]
-            if groups:
-                arrays = [call.arguments[1] for call in groups]
-                arguments = [call.arguments[0] for call in groups], arrays, step
-                self._add("add_groups", arguments, sum(map(len, arrays)))
-            calls = [call for call in calls if call.method != "add_group"] if len(groups) < len(calls) else ()
-        for call in calls:
-            if self._takes == "add_scalar" and call.method == "add_group":
-                group, values, at = call.arguments
-                for series, value in zip(group.series, values.tolist(), strict=True):
-                    self._add("add_scalar", (series, value, at), 1, call.sender)
+        groups, arrays, count = list[SeriesGroup](), list[Any](), 0
+        for method, arguments, sender in added:
+            if method != "add_group":
+                self._add(method, arguments, 1, sender)
+                continue
+            group, values, at = arguments
+            if self._takes == "add_groups":
+                groups.append(group)
+                arrays.append(values)
+                count += len(values)
+            elif self._takes == "add_group":
+                self._add(method, arguments, len(values), sender)
             else:
-                self._add(call.method, call.arguments, call.values, call.sender)
+                for series, value in zip(group.series, values.tolist(), strict=True):
+                    self._add("add_scalar", (series, value, at), 1, sender)
+        if groups:
+            self._add("add_groups", (groups, arrays, step), count)
 
     def _add(self, method: str, arguments: tuple[Any, ...], count: int, sender: Sender | None = None) -> None:
         is_refused = self.disabled or (self._failures.counts and self._failures.is_exhausted((method, sender)))

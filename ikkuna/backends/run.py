@@ -12,7 +12,7 @@ from typing import Any
 
 from ikkuna.backends.backend import Backend, NullBackend, get_backend, key_of
 from ikkuna.backends.file_backend import FileBackend
-from ikkuna.backends.guarded_backend import BackendCall, GuardedBackend, Sender
+from ikkuna.backends.guarded_backend import AddedValues, GuardedBackend, Sender
 from ikkuna.backends.loggers import adapted
 from ikkuna.errors import ClosedError, LogDirError
 from ikkuna.store.append_file import make_directories, reason
@@ -154,23 +154,24 @@ class Run:
         ConfigError
             If the parts of a histogram or of a matrix do not fit together.
         """
-        self.add_all([BackendCall(*shown(series, value, step), step, sender)], backends)
+        self.add_all([(*shown(series, value, step), sender)], step, backends)
 
-    def add_all(self, calls: Sequence[BackendCall], backends: Sequence[str | Backend]) -> None:
+    def add_all(self, added: Sequence[AddedValues], step: int, backends: Sequence[str | Backend]) -> None:
         """Call methods of `backends` that add values: the ``add_group`` of several curves, or what :meth:`show` calls.
 
         A backend with a method ``add_groups`` receives all groups of curves at once.
         """
         if self._closed is not None or self._process != os.getpid():
-            self._refused += len(backends) * sum(call.values for call in calls)
+            count = sum(len(arguments[1]) if method == "add_group" else 1 for method, arguments, _ in added)
+            self._refused += len(backends) * count
             return
-        for call in calls:
-            if isinstance(shown_as := call.arguments[0], Series | SeriesGroup):
+        for _, arguments, _ in added:
+            if isinstance(shown_as := arguments[0], Series | SeriesGroup):
                 self._quantities.setdefault(shown_as.kind, shown_as.quantity)
         for backend in backends:
             key = backend if isinstance(backend, str) else key_of(backend)
             guarded = self._backends.get(key) or self._create(backend)
-            guarded.add_all(calls, self.make_directory)
+            guarded.add_all(added, step, self.make_directory)
 
     def _guarded(self, name: str | Backend, backend: Backend) -> GuardedBackend:
         resumed_at = None if self._continued is None else self._continued.step

@@ -130,8 +130,10 @@ class StepTemplate:
         """Return the encoded values of a step, and the values in single precision, in which too large ones are infinite."""
         block = self._bytes.copy()
         with np.errstate(over="ignore", invalid="ignore"):
-            overviews = [overview(values[places]).ravel() for places in self._overviews]
-            numbers = np.concatenate([values, *overviews]).astype("<f4")
+            if self._overviews:
+                overviews = [overview(values[places]).ravel() for places in self._overviews]
+                values = np.concatenate([values, *overviews])
+            numbers = values.astype("<f4")
         block[self._places] = (numbers if self._positions is None else numbers[self._positions])[:, None].view(np.uint8)
         return block.tobytes(), numbers
 

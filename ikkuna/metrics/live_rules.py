@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.backends.backend import Backend, get_backend
-from ikkuna.backends.guarded_backend import BackendCall
 from ikkuna.backends.loggers import adapted
 from ikkuna.diagnosis import Finding, Findings, Judge, Network, Rule, get_rules
 from ikkuna.diagnosis.findings import STYLES, is_muted
@@ -28,7 +27,6 @@ from ikkuna.metrics.subscriber.base import StepLosses, Subscriber
 from ikkuna.metrics.subscriber.subscription import Subscription
 from ikkuna.store.finding import SEVERITIES
 from ikkuna.store.names import Series, SeriesGroup
-from ikkuna.store.values import shown
 from ikkuna.support.console import announce
 from ikkuna.support.failures import error_text, log, raise_users_exception
 from ikkuna.support.modules import NamedParameter
@@ -366,8 +364,8 @@ class RuleSubscriber(Subscriber):
         if not (events or kept) or (run := self._host.open_run()) is None:
             return
         if kept:
-            ended = BackendCall(*shown(_JUDGED, 1.0, step), step)
-            run.add_all([*(BackendCall("add_group", each, step) for each in kept), ended], (self._store,))
+            run.add_all([("add_group", each, None) for each in kept], step, (self._store,))
+            run.show(_JUDGED, 1.0, step, (self._store,))
         note = "" if self.preflight is None else self.preflight.note
         for event in events:
             told = {**event, "note": note, "mute": sorted(self._muted_first)} if event["event"] == "judged" else event

@@ -88,7 +88,7 @@ class BlockQueue:
         limit = self._capacity // 2 if self._lost else self._capacity
         if self._blocks and self._size + _size(block) > limit:
             return self._lose(block)
-        line = self.end_losses()
+        line = None if self._lost is None else self.end_losses()
         self._append(block)
         return line
 

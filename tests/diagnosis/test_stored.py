@@ -14,7 +14,6 @@ from torch import nn
 
 import ikkuna
 from ikkuna import cli
-from ikkuna.backends.guarded_backend import BackendCall
 from ikkuna.backends.run import Run
 from ikkuna.diagnosis import Finding, Judge, Rule, Score, get_rules
 from ikkuna.diagnosis.judge import check
@@ -56,7 +55,7 @@ class Watched:
         self.rules.compute(NetworkMessage(stamp, "loss", data=loss, record=Record(n=1.0)))
         self.rules.finish(stamp)
         for method, arguments, stamp, _ in self.rules.take_results():
-            self.run.add_all([BackendCall(method, arguments, stamp.global_step)], ("tb",))
+            self.run.add_all([(method, arguments, None)], stamp.global_step, ("tb",))
         self.run.commit(number)
 
     def close(self):

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ikkuna.backends.guarded_backend import BackendCall
+from ikkuna.backends.guarded_backend import AddedValues
 from ikkuna.backends.run import Run
 from ikkuna.metrics.bus.error_guard import ErrorGuard
 from ikkuna.metrics.messages.batch import MeasuredStep, MessageBatch
@@ -32,6 +32,7 @@ from ikkuna.support.failures import FailureCounter, log
 
 _EVENTS = frozenset(EVENT_KINDS)
 _Early = dict[Registered, Sequence[Result | Later]]
+_NO_STEP: tuple[Stamp | None, frozenset[Registered]] = None, frozenset()
 _NONE: Mapping[Registered, Sequence[Result | Later]] = {}
 
 
@@ -90,8 +91,12 @@ class Delivery:
         The open run; ``None`` before the first value.
     queue : DeliveryQueue
         Events and measurements of steps that have not been delivered.
+    step : tuple
+        The stamp of the step whose values are delivered, and the subscribers that sample it.
     expected : dict
         By subscriber, the events and results that it receives next.
+    added : dict
+        By backends and step, the values that the run has not received yet.
     """
 
     def __init__(self, error_guard: ErrorGuard) -> None:
@@ -100,9 +105,9 @@ class Delivery:
         self.queue = DeliveryQueue(error_guard)
         self._by_kind: dict[str, tuple[Registered, ...]] = {}
         self.run: Run | None = None
-        self._step: tuple[Stamp | None, frozenset[Registered]] = None, frozenset()
+        self.step = _NO_STEP
         self.expected: dict[Registered, list[MessageBatch]] = {}
-        self._calls: dict[tuple[tuple[Hashable, ...], int], tuple[tuple[Any, ...], list[BackendCall]]] = {}
+        self.added: dict[tuple[tuple[Hashable, ...], int], tuple[tuple[Any, ...], list[AddedValues]]] = {}
 
     def open_run(self) -> Run | None:
         """Return the open run, and open one if there is none; ``None`` if another rank writes the run."""
@@ -138,7 +143,7 @@ class Delivery:
         if (takers := self._by_kind.get(messages.kind)) is None:
             return
         batch = messages if isinstance(messages, MessageBatch) else MessageBatch.of(messages)
-        stamp, sampled = self._step
+        stamp, sampled = self.step
         for registered in takers:
             if registered in early:
                 self.pass_on(registered, early[registered])
@@ -146,10 +151,6 @@ class Delivery:
             is_sampled = None if batch.stamp is not stamp else registered in sampled
             if (selected := registered.select(batch, is_sampled)) is not None:
                 self.expected.setdefault(registered, []).append(selected)
-
-    def begin(self, stamp: Stamp, sampled: frozenset[Registered]) -> None:
-        """Set which subscribers sample the step whose values are delivered now."""
-        self._step = stamp, sampled
 
     def deliver(self, registered: Registered, *batches: MessageBatch, early: _Early | None = None) -> None:
         """Deliver messages to one subscriber, one batch for each kind; those of joined kinds wait for their partners.
@@ -172,15 +173,10 @@ class Delivery:
         elif subscriber._untaken:
             self.pass_on(registered, subscriber.take_results())
 
-    def deliver_measured(self, registered: Registered, rows: Measurements) -> None:
-        """Deliver what a subscriber takes of a step, after the results of others that it takes."""
-        results = self.expected.pop(registered, ())
-        if not registered.takes_steps:
-            self.deliver(registered, *results, *rows.batches(registered))
-            return
-        if results:
-            self.deliver(registered, *results)
-        self.error_guard.call(registered, "compute", registered.subscriber.compute_step, rows.step(registered))
+    def deliver_step(self, registered: Registered, results: Iterable[MessageBatch], step: MeasuredStep) -> None:
+        """Deliver what was measured to a subscriber that takes whole steps, after results of others."""
+        self.deliver(registered, *results)
+        self.error_guard.call_each(registered, "compute", registered.subscriber.compute_step, (step,))
         if registered.subscriber._untaken:
             self.pass_on(registered, registered.subscriber.take_results())
 
@@ -207,9 +203,9 @@ class Delivery:
                 self.queue.late.append(_LateResult(registered, result))
                 continue
             step = result.stamp.global_step
-            if (kept := self._calls.get((registered.targets, step))) is None:
-                kept = self._calls[registered.targets, step] = registered.subscriber.backends, []
-            kept[1].append(BackendCall(result.method, result.arguments, step, registered))
+            if (kept := self.added.get((registered.targets, step))) is None:
+                kept = self.added[registered.targets, step] = registered.subscriber.backends, []
+            kept[1].append((result.method, result.arguments, registered))
             if result.names is not None and (kind := result.arguments[0].kind) in self._by_kind:
                 self.expect(MessageBatch(result.stamp, kind, result.names, data=result.arguments[1]))
 
@@ -223,11 +219,11 @@ class Delivery:
             except BaseException:
                 self.thread.is_delivering, self.expected = False, {}
                 raise
-        if self._calls:
-            kept, self._calls = self._calls, {}
-            for backends, calls in kept.values():
-                if calls and (run := self.run or self.open_run()) is not None:
-                    run.add_all(calls, backends)
+        if self.added:
+            kept, self.added = self.added, {}
+            for (_, step), (backends, added) in kept.items():
+                if added and (run := self.run or self.open_run()) is not None:
+                    run.add_all(added, step, backends)
 
     def _settle_outside(self) -> None:
         """Settle, unless a delivery has begun, which does so at its end."""
@@ -324,14 +320,19 @@ class Finished(Item):
             if observer is not None:
                 observer.rows_complete(rows, event)
         is_late = False
-        bus.begin(rows.stamp, rows.sampled)
+        bus.step = rows.stamp, rows.sampled
         try:
             for registered in rows.subscriptions:
                 if not registered.disabled and (not rows.skipped or registered.subscriber.sees_skipped):
-                    bus.deliver_measured(registered, rows)
-            if event is not None:
+                    results = bus.expected.pop(registered, ())  # of the subscribers before it
+                    if registered.takes_steps:
+                        bus.deliver_step(registered, results, rows.step(registered))
+                    else:
+                        bus.deliver(registered, *results, *rows.batches(registered))
+            if event is not None and event.kind in bus._by_kind:
                 bus.expect(event, _NONE if rows.skipped else self.early)
-            bus.deliver_expected()
+            if bus.expected:
+                bus.deliver_expected()
             is_late = bool(bus.queue.late)
             if is_late:  # results of this step are being computed
                 bus.queue.late.append(_End(self))
@@ -344,7 +345,7 @@ class Finished(Item):
     def end(self, bus: Delivery) -> None:
         """Deliver the end of the step, after all of its results."""
         rows = self.rows
-        bus.begin(rows.stamp, rows.sampled)
+        bus.step = rows.stamp, rows.sampled
         for registered in rows.subscriptions:
             if registered in bus.expected:  # others have published it at the end
                 bus.deliver(registered, *bus.expected.pop(registered))
@@ -357,7 +358,8 @@ class Finished(Item):
         for registered in bus.registered:
             if registered.waiting:
                 registered.drop_incomplete(rows.stamp)
-        bus.commit(rows.stamp.global_step)
+        if bus.run is not None:
+            bus.run.commit(rows.stamp.global_step)
 
     def abandon(self, bus: Delivery) -> None:
         """Make subscribers forget what they have received of the step; what they have published is committed."""
@@ -548,11 +550,12 @@ class DeliveryQueue:
                 return False
             self._begun = item
             item.deliver(bus)
-            bus.settle()
+            if bus.expected or bus.added:
+                bus.settle()
         except Exception as error:
             self._error_guard.report_internal("delivery", error)
         self._items.popleft()
-        self._begun = None  # it refers to subscribers
+        self._begun, bus.step = None, _NO_STEP  # they refer to subscribers
         self._items.extendleft(reversed(self.late))
         self.late = []
         return True

@@ -194,7 +194,8 @@ class ForwardHooks:
 
     def _record_all(self, kind: str, value: Any, forward: Forward) -> None:
         recorder = self.context.recorder
-        if recorder.rows is not None and recorder.wants(site := self.context.sites(kind)):
+        if recorder.rows is not None and kind in recorder.plan.kinds:
+            site = self.context.sites(kind)
             for path, tensor in leaves(value):
                 recorder.receive(site, tensor, path, part=forward.part)
 

@@ -343,7 +343,7 @@ class LossHooks:
         if context.model.stages or tracker.pass_name != TRAINING:
             return
         arguments, self._arguments = self._arguments, []
-        loss = self._backward_loss() if arguments or recorder.wants(context.sites("loss")) else None
+        loss = self._backward_loss() if arguments or "loss" in recorder.plan.kinds else None
         if loss is not None:
             self.has_loss = self._is_unowned = True
             path = self._path(len(tracker.optimizers.stepped))

@@ -213,7 +213,7 @@ class StepTracker:
         decisions: list[Decision] = []
         if self._forwards_without_step is not None:
             self._forwards_without_step += 1
-        if not self.optimizers.any_of(running):
+        if not (running and self.optimizers.any_of(running)):
             decisions += self._forget_raised(has_closure=False)
             if self.state is State.STEPPED:
                 decisions += self._close()
