@@ -159,7 +159,7 @@ class Delivery:
         Its results are passed on at the end, also after an error; with `early`, they are kept there.
         """
         subscriber, call_each = registered.subscriber, self.error_guard.call_each
-        if not batches:
+        if registered.disabled or not batches:
             return
         if registered.subscription.is_joined:
             complete = (batch if batch.parts else registered.join(batch) for batch in batches)
@@ -193,8 +193,7 @@ class Delivery:
                 batches = self.expected.pop(each, [])
                 if batches and rounds > len(self.registered) + 1:
                     self.error_guard.disable(each, f"taking a circle of messages of the kind {batches[0].kind!r}")
-                elif batches and not each.disabled:
-                    self.deliver(each, *batches)
+                self.deliver(each, *batches)
 
     def pass_on(self, registered: Registered, results: Sequence[Result | Later]) -> None:
         """Keep what a subscriber has emitted, in order, for the backends and for the subscribers of its kind."""
