@@ -243,14 +243,7 @@ class History:
 
     def add(self, kind: str, name: str | None, step: int, value: float, pass_name: str = TRAINING) -> None:
         """Append a value to a series."""
-        if self.begin is None:
-            self.begin = step
-        self.step = max(self.step, step)
-        curves = self._curves[kind, pass_name]
-        curve = curves.get(name)
-        if curve is None:
-            curve = self._insert(kind, pass_name, name)[name]
-        curve.add(step, value)
+        self.add_all(kind, (name,), step, (value,), pass_name)
 
     def add_all(
         self, kind: str, names: Sequence[str | None], step: int, values: Sequence[float], pass_name: str = TRAINING

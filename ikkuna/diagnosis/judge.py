@@ -228,18 +228,7 @@ class Judge:
 
     def add(self, kind: str, name: str | None, step: int, value: float, pass_name: str = TRAINING) -> None:
         """Add a value of a series; a kind that no rule reads is ignored."""
-        if kind not in self._readers:
-            return
-        self._flush()
-        if pass_name == TRAINING and step < self._history.step:
-            self.rewind(step)
-        kind = self._read_kind(kind, value)
-        self._history.add(kind, name, step, value, pass_name)
-        self._changed.add(kind)
-        if value - value != 0 or pass_name != TRAINING:
-            self._urgent.add(kind)
-        else:
-            self._score_loss(kind, name, step, value)
+        self.add_all(kind, (name,), step, (value,), pass_name)
 
     def add_all(
         self, kind: str, names: Sequence[str | None], step: int, values: Sequence[float], pass_name: str = TRAINING

@@ -206,27 +206,23 @@ class RuleSubscriber(Subscriber):
         """Add a value to the history of the rules."""
         stamp = message.stamp
         self.judge.add(kind, message.series_name, stamp.global_step, value, stamp.pass_name)
-        if self._store is not None:
-            key = kind, message.series_name, stamp.pass_name
-            if (group := self._groups.get(key)) is None:
-                group = self._groups[key] = SeriesGroup(kind, (message.series_name,), stamp.pass_name)
-            self._keep(group, np.array([value]), stamp.global_step)
+        self._keep_one(kind, message.series_name, stamp.global_step, value, stamp.pass_name)
 
     def _receive_later(self, kind: str, name: str, step: int, value: float) -> None:
         """Add a value of a parameter group, which is judged with the next value of the training."""
         self.judge.defer(kind, name or None, step, value)
-        if self._store is not None:
-            key = kind, name or None, TRAINING
-            if (group := self._groups.get(key)) is None:
-                group = self._groups[key] = SeriesGroup(kind, (name or None,))
-            self._keep(group, np.array([value]), step)
+        self._keep_one(kind, name or None, step, value)
 
     def receive_all(self, batch: MessageBatch, kind: str, values: NDArray[np.float64]) -> None:
         """Add a value of each message of a batch to the history of the rules."""
         stamp = batch.stamp
         self.judge.add_all(kind, batch.names.names, stamp.global_step, values.tolist(), stamp.pass_name)
-        if self._store is not None:
-            self._keep(self._curve_group(batch.names, kind, stamp.pass_name), values, stamp.global_step)
+        self._keep(self._curve_group(batch.names, kind, stamp.pass_name), values, stamp.global_step)
+
+    def _keep_one(self, kind: str, name: str | None, step: int, value: float, pass_name: str = TRAINING) -> None:
+        if (group := self._groups.get((kind, name, pass_name))) is None:
+            group = self._groups[kind, name, pass_name] = SeriesGroup(kind, (name,), pass_name)
+        self._keep(group, np.array([value]), step)
 
     def _keep(self, group: SeriesGroup, values: NDArray[np.float64], step: int) -> None:
         """Keep values that a rule reads, which are stored at the end of the step, so that they can be judged again."""
@@ -244,9 +240,7 @@ class RuleSubscriber(Subscriber):
                 self._add_loss(batch.stamp, float(values[0]))
         elif len(batch) == 1 and batch.stamp.pass_name == TRAINING:  # the loss, which has a value in every step
             self.judge.defer(batch.kind, batch.names.names[0], batch.stamp.global_step, float(values[0]))
-            if self._store is not None:
-                group = self._curve_group(batch.names, batch.kind, batch.stamp.pass_name)
-                self._keep(group, values, batch.stamp.global_step)
+            self._keep(self._curve_group(batch.names, batch.kind, TRAINING), values, batch.stamp.global_step)
         else:
             self.receive_all(batch, batch.kind, values)
 

@@ -8,7 +8,7 @@ import torch
 
 from ikkuna.distributed.rendezvous import World
 from ikkuna.metrics.bus.bus import MessageBus
-from ikkuna.metrics.bus.delivery import Event, Finished, Unsampled
+from ikkuna.metrics.bus.delivery import Event, Finished, Item
 from ikkuna.metrics.messages.kinds import PARAMETER_KINDS
 from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
@@ -298,9 +298,9 @@ class StepCycle:
         stamp, recorder = opened.stamp, self._context.recorder
         self._validation.end()
         if opened.starts_epoch:
-            self._bus.queue.append(NetworkMessage(stamp, "epoch_started"))
+            self._bus.queue.append(Event(NetworkMessage(stamp, "epoch_started")))
         if self._bus.is_wanted("batch_started"):
-            self._bus.queue.append(NetworkMessage(stamp, "batch_started"))
+            self._bus.queue.append(Event(NetworkMessage(stamp, "batch_started")))
         if not opened.is_carried or recorder.rows is None:
             if recorder.rows is not None:  # an exception has kept them from being closed
                 recorder.close()
@@ -409,7 +409,7 @@ class StepCycle:
             context.observer.step_passed(stamp)
         self._exchange.meet()
         if len(self._bus.queue):
-            self._bus.queue.append(Unsampled(stamp))
+            self._bus.queue.append(Item(stamp))
         else:
             self._bus.commit(stamp.global_step)
 

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ikkuna.export.exporter import Exporter
 from ikkuna.metrics.bus.bus import MessageBus
-from ikkuna.metrics.bus.delivery import Finished
+from ikkuna.metrics.bus.delivery import Event, Finished
 from ikkuna.metrics.messages.kinds import MEASURED_TOGETHER, MODULE_KINDS
 from ikkuna.metrics.messages.message import Message, NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
@@ -308,7 +308,7 @@ def _feed(bus: MessageBus, stamp: Stamp, tensor: Tensor) -> Tensor:
     seen = {Site(kind, "first"): tensor for kind in MODULE_KINDS}
     seen |= {Site(kind): value for kind, value in {"input_data": tensor, **together}.items()}
     recorder = Recorder(bus.error_guard)
-    bus.queue.append(NetworkMessage(stamp, "batch_started"))
+    bus.queue.append(Event(NetworkMessage(stamp, "batch_started")))
     recorder.open(stamp, Demand().plan(bus.registered, stamp))
     for _ in range(2):
         for place, value in seen.items():
@@ -318,7 +318,7 @@ def _feed(bus: MessageBus, stamp: Stamp, tensor: Tensor) -> Tensor:
         report = {"learning_rates": {"0": 0.1}, "seconds": 0.5, "own_seconds": 0.1}
         bus.queue.append(Finished(rows, NetworkMessage(stamp, "batch_finished", report)))
     for kind in ("epoch_finished", "epoch_started"):
-        bus.queue.append(NetworkMessage(stamp, kind))
+        bus.queue.append(Event(NetworkMessage(stamp, kind)))
     bus.drain(wait=True)
     return tensor
 

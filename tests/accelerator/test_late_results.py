@@ -237,7 +237,7 @@ def test_functions_that_run_beside_training_are_dropped_if_they_take_longer_than
     (registered,) = bus.registered
     assert registered.dropped == 3
     evaluating.allowed.set()
-    for result in bus.queue.late:
+    for result in bus.late:
         result.deliver(bus)
     bus.close()
     assert [step for _, _, step in recording.values] == [0, 1, 2, 3]

@@ -23,6 +23,7 @@ from ikkuna.export.subscriber import (
     TrainAccuracySubscriber,
     VarianceSubscriber,
 )
+from ikkuna.metrics.bus.delivery import Event
 from ikkuna.metrics.messages.kinds import BUILT_IN
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.testing import RecordingBackend
@@ -681,7 +682,7 @@ def test_a_subscriber_that_drains_the_bus_receives_one_message_after_the_other(b
     with Exporter(message_bus=bus, on_error="raise"):
         bus.register_subscriber(CallbackSubscriber("batch_finished", drain, backend="null"))
         for step in range(2):
-            bus.queue.append(NetworkMessage(Stamp(step, 0, 0), "batch_finished"))
+            bus.queue.append(Event(NetworkMessage(Stamp(step, 0, 0), "batch_finished")))
         bus.drain()
     assert got == [("begin", 0), ("end", 0), ("begin", 1), ("end", 1)]
 

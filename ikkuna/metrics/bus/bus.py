@@ -110,7 +110,7 @@ class MessageBus(Delivery):
         The stored run that the first value continues.
     calls_model : bool
         Whether a subscriber calls the model.
-    queue : DeliveryQueue
+    queue : deque of Item
         Events and measurements of steps that have not been delivered.
     """
 

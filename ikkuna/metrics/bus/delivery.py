@@ -1,6 +1,6 @@
 """The way of a step's values: from its closed rows to the subscribers, and from these to the backends of the run.
 
-The exporter appends finished steps and events to a `DeliveryQueue`, and drains it at the boundaries between steps:
+The exporter appends finished steps and events to the queue of a `Delivery`, which is drained at the boundaries between steps:
 
 1. `Finished.deliver` takes the batches of each subscriber from the rows of the step, one `MessageBatch` for each kind.
 2. `Delivery.deliver` calls ``compute_batch`` with a batch, or ``compute`` with each of its messages, through the error guard.
@@ -13,7 +13,7 @@ The exporter appends finished steps and events to a `DeliveryQueue`, and drains 
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
@@ -89,8 +89,10 @@ class Delivery:
         The state of this thread.
     run : Run or None
         The open run; ``None`` before the first value.
-    queue : DeliveryQueue
-        Events and measurements of steps that have not been delivered.
+    queue : deque of Item
+        Events and measurements of steps, which are delivered in order, each as soon as it and all earlier ones have arrived.
+    late : list of Item
+        Parts of the item that is being delivered, which are delivered later, before the items that follow.
     step : tuple
         The stamp of the step whose values are delivered, and the subscribers that sample it.
     expected : dict
@@ -102,7 +104,11 @@ class Delivery:
     def __init__(self, error_guard: ErrorGuard) -> None:
         self.registered: tuple[Registered, ...] = ()
         self.error_guard, self.thread = error_guard, error_guard.thread
-        self.queue = DeliveryQueue(error_guard)
+        self.queue: deque[Item] = deque()
+        self.late: list[Item] = []
+        self._begun: Item | None = None
+        self._is_held = False
+        self._interruptions = 0
         self._by_kind: dict[str, tuple[Registered, ...]] = {}
         self.run: Run | None = None
         self.step = _NO_STEP
@@ -117,9 +123,68 @@ class Delivery:
         """Return whether a subscriber takes messages of this kind."""
         return kind in self._by_kind
 
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Let all items wait in the queue, because a subscriber is called that may evaluate the model."""
+        earlier, self._is_held = self._is_held, True
+        try:
+            yield
+        finally:
+            self._is_held = earlier
+
     def drain(self, wait: bool = False) -> None:
-        """Deliver the items of the queue in order, up to the first that has not arrived; with `wait`, all of them."""
-        self.queue.drain(self, wait)
+        """Deliver the items in order, up to the first that has not arrived; with `wait`, all of them."""
+        if self._is_held or not self.queue:  # a subscriber evaluates the model in compute; its items stay in the queue
+            return
+        try:
+            try:
+                self._is_held = True
+                with np.errstate(all="ignore"):  # 0/0 of rows is NaN without a warning
+                    while self.queue and self._deliver_first(wait):
+                        pass
+            finally:
+                self._is_held = False
+        except BaseException:  # may have come before the line above
+            self._is_held = False
+            raise
+
+    def _deliver_first(self, wait: bool) -> bool:
+        """Deliver the first item and return whether it had arrived.
+
+        The item is removed afterwards.  If it is still there at the next call, an exception that belongs to the user has
+        interrupted its delivery, and what remains of it is lost.
+        """
+        item = self.queue[0]
+        if item is self._begun:
+            self.queue.popleft()
+            self.late = []
+            self._abandon(item)
+            return True
+        try:
+            if not wait and not item.arrived():
+                return False
+            self._begun = item
+            item.deliver(self)
+            if self.expected or self.added:
+                self.settle()
+        except Exception as error:
+            self.error_guard.report_internal("delivery", error)
+        self.queue.popleft()
+        self._begun, self.step = None, _NO_STEP  # they refer to subscribers
+        self.queue.extendleft(reversed(self.late))
+        self.late = []
+        return True
+
+    def _abandon(self, item: "Item") -> None:
+        self._interruptions += 1
+        if FailureCounter.is_logged(self._interruptions):
+            step = item.stamp.global_step
+            log.warning("an exception has interrupted the delivery of step %d; some of its values are missing", step)
+        try:
+            self.expected = {}
+            item.abandon(self)
+        except Exception as error:
+            self.error_guard.report_internal("delivery", error)
 
     def publish(
         self, messages: Message | MessageBatch, early: Mapping[Registered, Sequence[Result | Later]] = _NONE
@@ -199,7 +264,7 @@ class Delivery:
         """Keep what a subscriber has emitted, in order, for the backends and for the subscribers of its kind."""
         for result in results:
             if isinstance(result, Later):
-                self.queue.late.append(_LateResult(registered, result))
+                self.late.append(_LateResult(registered, result))
                 continue
             step = result.stamp.global_step
             if (kept := self.added.get((registered.targets, step))) is None:
@@ -226,7 +291,7 @@ class Delivery:
 
     def _settle_outside(self) -> None:
         """Settle, unless a delivery has begun, which does so at its end."""
-        if not (self.queue.is_held or self.thread.is_delivering):
+        if not (self._is_held or self.thread.is_delivering):
             self.settle()
 
     def evaluate_early(self, message: Message, into: _Early) -> None:
@@ -235,7 +300,7 @@ class Delivery:
         for registered in self._by_kind.get(message.kind, ()):
             takes_events = _EVENTS.issuperset(registered.kinds) and not registered.subscription.is_joined
             if registered.subscriber.needs_model and takes_events and registered.select(batch) is not None:
-                with self.queue.hold(), np.errstate(all="ignore"):
+                with self.hold(), np.errstate(all="ignore"):
                     self.deliver(registered, batch, early=into)
 
     # -- what a subscriber calls ----------------------------------------------------------------------------------
@@ -263,8 +328,15 @@ class Delivery:
 # -- the items of the queue -------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Item:
-    """Something that is delivered in the order of the training loop."""
+    """Something that is delivered in the order of the training loop; by itself the end of a step that no subscriber samples.
+
+    Parameters
+    ----------
+    stamp : Stamp
+        The step.
+    """
 
     stamp: Stamp
 
@@ -273,14 +345,13 @@ class Item:
         return True
 
     def deliver(self, bus: Delivery) -> None:
-        """Deliver it."""
-        raise NotImplementedError
+        """Deliver it; by default pass the end of the step on to the backends."""
+        bus.commit(self.stamp.global_step)
 
     def abandon(self, bus: Delivery) -> None:
         """Make subscribers forget what they have received, because an exception has interrupted the delivery."""
 
 
-@dataclass
 class Finished(Item):
     """A finished step, or another finished pass.
 
@@ -292,18 +363,12 @@ class Finished(Item):
         The message ``batch_finished`` of a training step.
     observer : Observer, optional
         Observes training steps beside the subscribers.
-    early : dict
-        The results of subscribers that have evaluated the model already.
     """
 
-    rows: Measurements
-    event: NetworkMessage | None
-    observer: Observer | None = None
-    early: _Early = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.stamp = self.rows.stamp
-        self.arrived = self.rows.arrived  # type: ignore[method-assign]  # a call less at each step
+    def __init__(self, rows: Measurements, event: NetworkMessage | None, observer: Observer | None = None) -> None:
+        self.rows, self.event, self.observer = rows, event, observer
+        self.stamp, self.early = rows.stamp, _Early()
+        self.arrived = rows.arrived  # type: ignore[method-assign]  # a call less at each step
 
     def evaluate(self, bus: Delivery) -> None:
         """Let subscribers evaluate the model now, before training changes it; their results are delivered with the event."""
@@ -332,9 +397,9 @@ class Finished(Item):
                 bus.expect(event, _NONE if rows.skipped else self.early)
             if bus.expected:
                 bus.deliver_expected()
-            is_late = bool(bus.queue.late)
+            is_late = bool(bus.late)
             if is_late:  # results of this step are being computed
-                bus.queue.late.append(_End(self))
+                bus.late.append(_End(self))
             else:
                 self.end(bus)
         finally:
@@ -372,7 +437,6 @@ class Finished(Item):
         bus.commit(rows.stamp.global_step)
 
 
-@dataclass
 class Event(Item):
     """An event of the whole network, such as the end of an epoch.
 
@@ -380,15 +444,10 @@ class Event(Item):
     ----------
     message : NetworkMessage
         Its message.
-    early : dict
-        The results of subscribers that have evaluated the model already.
     """
 
-    message: Message
-    early: _Early = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.stamp = self.message.stamp
+    def __init__(self, message: Message) -> None:
+        self.message, self.stamp, self.early = message, message.stamp, _Early()
 
     def evaluate(self, bus: Delivery) -> None:
         """Let subscribers evaluate the model now, before training changes it; their results are delivered with the event."""
@@ -397,23 +456,6 @@ class Event(Item):
     def deliver(self, bus: Delivery) -> None:
         """Deliver the event."""
         bus.publish(self.message, self.early)
-
-
-@dataclass
-class Unsampled(Item):
-    """The end of a step that no subscriber samples.
-
-    Parameters
-    ----------
-    stamp : Stamp
-        The step.
-    """
-
-    stamp: Stamp
-
-    def deliver(self, bus: Delivery) -> None:
-        """Pass the end of the step on to the backends."""
-        bus.commit(self.stamp.global_step)
 
 
 class Losses(Item):
@@ -471,101 +513,3 @@ class _End(Item):
 
     def abandon(self, bus: Delivery) -> None:
         self._finished.abandon(bus)
-
-
-class DeliveryQueue:
-    """A queue whose items are delivered in order, each as soon as it and all earlier ones have arrived.
-
-    Parameters
-    ----------
-    error_guard : ErrorGuard
-        Handles errors of the delivery itself.
-
-    Attributes
-    ----------
-    late : list of Item
-        Parts of the item that is being delivered, which are delivered later, before the items that follow.
-    """
-
-    def __init__(self, error_guard: ErrorGuard) -> None:
-        self._error_guard = error_guard
-        self._items: deque[Item] = deque()
-        self.late: list[Item] = []
-        self._begun: Item | None = None
-        self._is_held = False
-        self._interruptions = 0
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def append(self, item: Item | Message) -> None:
-        """Append an event, or the measurements of a step."""
-        self._items.append(Event(item) if isinstance(item, Message) else item)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether items wait, because others are being delivered, or a subscriber evaluates the model."""
-        return self._is_held
-
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Let all items wait in the queue, because a subscriber is called that may evaluate the model."""
-        earlier, self._is_held = self._is_held, True
-        try:
-            yield
-        finally:
-            self._is_held = earlier
-
-    def drain(self, bus: Delivery, wait: bool = False) -> None:
-        """Deliver the items in order, up to the first that has not arrived; with `wait`, all of them."""
-        if self._is_held or not self._items:  # a subscriber evaluates the model in compute; its items stay in the queue
-            return
-        try:
-            try:
-                self._is_held = True
-                with np.errstate(all="ignore"):  # 0/0 of rows is NaN without a warning
-                    while self._items and self._deliver_first(bus, wait):
-                        pass
-            finally:
-                self._is_held = False
-        except BaseException:  # may have come before the line above
-            self._is_held = False
-            raise
-
-    def _deliver_first(self, bus: Delivery, wait: bool) -> bool:
-        """Deliver the first item and return whether it had arrived.
-
-        The item is removed afterwards.  If it is still there at the next call, an exception that belongs to the user has
-        interrupted its delivery, and what remains of it is lost.
-        """
-        item = self._items[0]
-        if item is self._begun:
-            self._items.popleft()
-            self.late = []
-            self._abandon(item, bus)
-            return True
-        try:
-            if not wait and not item.arrived():
-                return False
-            self._begun = item
-            item.deliver(bus)
-            if bus.expected or bus.added:
-                bus.settle()
-        except Exception as error:
-            self._error_guard.report_internal("delivery", error)
-        self._items.popleft()
-        self._begun, bus.step = None, _NO_STEP  # they refer to subscribers
-        self._items.extendleft(reversed(self.late))
-        self.late = []
-        return True
-
-    def _abandon(self, item: Item, bus: Delivery) -> None:
-        self._interruptions += 1
-        if FailureCounter.is_logged(self._interruptions):
-            step = item.stamp.global_step
-            log.warning("an exception has interrupted the delivery of step %d; some of its values are missing", step)
-        try:
-            bus.expected = {}
-            item.abandon(bus)
-        except Exception as error:
-            self._error_guard.report_internal("delivery", error)

@@ -161,10 +161,6 @@ class MessageBatch:
             return NetworkMessage(self.stamp, self.kind, data, record, path)
         return ModuleMessage(self.stamp, self.kind, data, record, module, path, self.names.names[key] or module)
 
-    def result(self, kind: str, values: NDArray[np.float64]) -> "MessageBatch":
-        """Return the messages of numbers that were computed from these, one for each."""
-        return MessageBatch(self.stamp, kind, self.names, data=values)
-
     def select(self, positions: NDArray[np.intp], names: BatchNames) -> "MessageBatch":
         """Return the messages at some positions, which have these names."""
         at = positions.tolist()

@@ -71,7 +71,6 @@ class ModuleHooks:
         self._is_settled = not in_graph
         self._has_warned_of_script = False
         self._stance = CompilerStance()
-        self._sampled: Plan | None = None
         self._compiled_modules = CompiledModules()
         self._traced: set[str] = set()
         self._installed_for: Plan | None = None
@@ -119,9 +118,6 @@ class ModuleHooks:
 
     def set_sampled(self, plan: Plan) -> None:
         """Prepare compiled models, and the calls of ``observe``, for the next step."""
-        if plan is self._sampled:
-            return
-        self._sampled = plan
         self._observed.set_wanted(OBSERVED in plan.kinds)
         if self.switch is not None:
             self.switch.on = plan.is_in_graph
@@ -130,7 +126,6 @@ class ModuleHooks:
 
     def set_sampled_pass(self, plan: Plan) -> None:
         """Run compiled models eagerly in another pass that is observed: their graphs measure only training."""
-        self._sampled = None
         self._observed.set_wanted(OBSERVED in plan.kinds)
         self._stance.set_eager(plan.is_in_graph and (self._context.model.is_compiled or self.switch is None))
 
@@ -270,7 +265,6 @@ class ModuleHooks:
             self._fast_paths.finish()
         if everything:
             self._stance.set_eager(False)
-            self._sampled = None
         for name in list(self._hooks):
             if everything or not (self._context.model.is_compiled or name in self._traced):
                 self._hooks.pop(name)[1]()
