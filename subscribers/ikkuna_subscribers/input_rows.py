@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ikkuna.export.messages import NetworkMessage, Stamp
+from ikkuna.export.messages import MeasuredStep, NetworkMessage
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.numerics.bits import HASHED, mixed, row_bit_sums, row_information, row_words
@@ -74,7 +74,6 @@ class InputRowsSubscriber(PlotSubscriber):
         self._rows: dict[int, int] = {}
         self._batches: dict[int, int] = {}
         self._labels = self._repeats = 0
-        self._received: dict[str, list[NDArray[np.float64]]] = {}
 
     def measure(self, message: NetworkMessage) -> Tensor | None:
         """Return the sums of the bits of the rows in two halves, and four figures of the batch."""
@@ -99,13 +98,10 @@ class InputRowsSubscriber(PlotSubscriber):
             table[_ROWS + 1] = torch.stack(torch.std_mean(values, correction=0)).flip(0)
         return table
 
-    def compute(self, message: NetworkMessage) -> None:
-        """Keep what was measured until the step or pass ends."""
-        self._received.setdefault(message.kind, []).append(np.asarray(message.data, np.float64))
-
-    def finish(self, stamp: Stamp) -> None:
+    def compute_step(self, measured: MeasuredStep) -> None:
         """Emit the figures of the step or pass."""
-        received, self._received = self._received, {}
+        stamp = measured.stamp
+        received = {batch.kind: [np.asarray(row, np.float64) for row in batch.data or ()] for batch in measured}
         inputs, labels = received.get("input_data", []), received.get("input_labels", [])
         if not inputs:
             return
@@ -129,10 +125,6 @@ class InputRowsSubscriber(PlotSubscriber):
         if not math.isnan(inputs[0][_ROWS + 1, 0]):
             self.emit(message, inputs[0][_ROWS + 1, 0], mean)
             self.emit(message, inputs[0][_ROWS + 1, 1], deviation)
-
-    def abandon(self, stamp: Stamp) -> None:
-        """Forget what was received of a step."""
-        self._received = {}
 
     def _contradicted(self, hashes: list[int], tables: list[NDArray[np.float64]]) -> float | None:
         """Return the share of rows with another label among those with an equal row; ``None`` without such rows."""

@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.export.messages import Message, ModuleMessage, NetworkMessage, Stamp
+from ikkuna.export.messages import MeasuredStep, Message, ModuleMessage, NetworkMessage, Stamp
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.numerics.elements import readable
 from ikkuna.numerics.layers import dispatch_row, router_figures, router_row
@@ -112,7 +113,6 @@ class RouterSubscriber(PlotSubscriber):
         self.window = window
         self.per_expert = per_expert
         self._sizes: dict[str | None, tuple[Stamp, int]] = {}
-        self._rows: dict[str, tuple[bool, ModuleMessage]] = {}
         self._windows: dict[str, deque[NDArray[np.float64]]] = {}
 
     def measure(self, message: ModuleMessage) -> Tensor | None:
@@ -141,21 +141,17 @@ class RouterSubscriber(PlotSubscriber):
         shapes = [shape for _, shape in entry.parameters if shape is not None and len(shape) == 2] if entry else []
         return shapes[0][0] if len(shapes) == 1 and shapes[0][0] > 1 else None
 
-    def compute(self, message: ModuleMessage) -> None:
-        """Store the counts of a router until the step is over; chosen experts count instead of logits."""
-        is_chosen = not message.data[-3]
-        if message.module not in self._rows or is_chosen > self._rows[message.module][0]:
-            self._rows[message.module] = is_chosen, message
-
-    def abandon(self, stamp: Stamp) -> None:
-        """Forget the counts of a step of which some are missing."""
-        self._rows = {}
-
-    def finish(self, stamp: Stamp) -> None:
-        """Emit the figures of each router."""
-        rows, self._rows = self._rows, {}
+    def compute_step(self, step: MeasuredStep) -> None:
+        """Emit the figures of each router; chosen experts count instead of logits."""
+        rows: dict[str, tuple[bool, ModuleMessage]] = {}
+        for message in chain.from_iterable(step):
+            is_chosen = not message.data[-3]
+            if message.module not in rows or is_chosen > rows[message.module][0]:
+                rows[message.module] = is_chosen, message
         for module, (is_chosen, message) in rows.items():
-            self._emit_figures(ModuleMessage(stamp, message.kind, message.data, module=module, name=module), is_chosen)
+            self._emit_figures(
+                ModuleMessage(step.stamp, message.kind, message.data, module=module, name=module), is_chosen
+            )
 
     def _emit_figures(self, message: ModuleMessage, is_chosen: bool) -> None:
         figures = router_figures(message.data)

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.export.messages import ModuleMessage, NetworkMessage, Stamp
+from ikkuna.export.messages import MeasuredStep, ModuleMessage, NetworkMessage
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.numerics.statistics import Record, merge
 from ikkuna.numerics.statistics.histogram import SIGMA, Histogram, together
@@ -99,18 +100,13 @@ class StatisticsSubscriber(PlotSubscriber):
         self.include_norm = include_norm
         self.fields = ("m2", "min", "max", "zeros", "codes" if exact else "sampled_codes")
         self.entry: dict[str, float] = {}
-        self._records: dict[tuple[str, str], Record] = {}  # by kind and module
 
-    def compute(self, message: ModuleMessage) -> None:
-        """Pool the parameters of a module."""
-        assert message.record is not None
-        key = message.kind, message.module
-        known = self._records.get(key)
-        self._records[key] = message.record if known is None else merge(known, message.record)
-
-    def finish(self, stamp: Stamp) -> None:
-        """Emit the statistics of each layer and of all layers, and report them."""
-        records, self._records = self._records, {}
+    def compute_step(self, step: MeasuredStep) -> None:
+        """Pool the parameters of each module, emit the statistics of each layer and of all layers, and report them."""
+        stamp, records = step.stamp, dict[tuple[str, str], Record]()  # by kind and module
+        for message in chain.from_iterable(step):
+            place = message.kind, message.module
+            records[place] = merge(records.get(place, Record()), message.record)
         layers = [entry for entry in self.network if entry.parameters and self.subscription.matches(entry.name)]
         found: list[tuple[ModuleMessage | NetworkMessage, str, Record]] = []
         for kind in self.kinds:
