@@ -102,7 +102,7 @@ class StepTemplate:
 
     Attributes
     ----------
-    summaries : list of (ModuleGroup, tuple of str, array of int)
+    summaries : list of tuple
         The summaries of a step, with the names and the positions of their modules, of each module those of its last value.
     """
 
