@@ -1,5 +1,6 @@
 """The measurements of one step, and observers of whole steps."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -317,10 +318,9 @@ class Rows:
                 value = np.nan if nans + infs else mean * n if reduction == "sum" else mean
                 self.values[row] = row_of(value)
         for row, other in self._repeated.items():
-            if max(row, other) < len(self.values) and self.values[other, _N]:
-                value, known = self.values[[row, other], _MEAN]
-                if np.isclose(value, known, rtol=1e-5, atol=0, equal_nan=True):
-                    self.values[row] = _EMPTY
+            is_known = max(row, other) < len(self.values) and self.values[other, _N]
+            if is_known and _are_close(*self.values[[row, other], _MEAN].tolist()):
+                self.values[row] = _EMPTY
 
     def discard(self) -> int:
         """Forget all measurements; return how many there were."""
@@ -431,6 +431,13 @@ class Rows:
         """Return the message of a row."""
         site, path = self.keys[row]
         return site.message(self.stamp, path, data, record)
+
+
+def _are_close(value: float, known: float) -> bool:
+    """Return what ``np.isclose`` does with a relative tolerance of 1e-5 and equal NaN, which takes 40 µs."""
+    if value != value or known != known:
+        return value != value and known != known
+    return value == known or abs(value - known) <= 1e-5 * abs(known) < math.inf
 
 
 class StepObserver:
