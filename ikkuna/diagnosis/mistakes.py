@@ -474,7 +474,7 @@ LABELS_OUT_OF_REACH = Mistake(
 )
 LABELS_NO_DISTRIBUTION = Mistake(
     "labels_no_distribution",
-    meaning="The labels of a sample are no probabilities of the classes: their sum is not 1 (up to {figure:.3g}).",
+    meaning="The labels of a sample are no probabilities of the classes: their sum is not 1 (but {figure:.3g}).",
     advice="use BCEWithLogitsLoss for several labels, divide the labels of a sample by their sum, or apply a softmax to scores",
     explains=_names("plateau unbounded_loss"),
 )

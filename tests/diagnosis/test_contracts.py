@@ -131,7 +131,7 @@ WRONG = {
     "divergence from logarithms": (F.kl_div, (SCORES.log_softmax(1), SOFT.log()), {}, "error", "negative"),
     "probabilities as logarithms": (F.kl_div, (SCORES.log_softmax(1), SOFT), {"log_target": True}, "error", "above 0"),
     "divergence from several labels": (F.kl_div, (SCORES.log_softmax(1), BITS), {}, "warning", "as target"),
-    "exchanged divergence": (F.kl_div, (SOFT, SCORES.log_softmax(1)), {}, "error", "as input"),
+    "exchanged divergence": (F.kl_div, (SOFT, SCORES.softmax(1)), {}, "error", "without a gradient"),
     "hidden states": (F.linear_cross_entropy, (SCORES, MORE[:3], CLASSES % 3), {"label_smoothing": 0.9}, "warning", "smoothing"),
     "bits for ranks": (F.margin_ranking_loss, (COLUMN[:, 0], OTHERS[:, 0], BITS[:, 0]), {}, "error", "1 or -1"),
     "a rank and itself": (F.margin_ranking_loss, (COLUMN[:, 0], COLUMN[:, 0], SIGNS), {}, "error", "equal"),

@@ -287,6 +287,11 @@ def _logarithms(axis_of: Callable[[Tensor], int] | None) -> Callable[[LossCall, 
             are_probabilities = bool((x >= 0).all()) and _is_distribution(x, slack)
             what = "it gets probabilities" if are_probabilities else f"{_percent(above)} of its elements are above 0"
             advice = "use log_softmax in place of softmax" if are_probabilities else ""
+            if are_probabilities and "target" in call.produced_by and "input" not in call.produced_by:
+                what, advice = (
+                    f"{what} without a gradient",
+                    "exchange input and target, and apply log_softmax to the outputs",
+                )
             return Given(f"{what}, up to {float(x.max()):.3g}", advice)
         p = x.exp()
         if axis_of is None:
@@ -319,7 +324,7 @@ def _soft_labels(call: LossCall, target: Tensor) -> Given | None:
         return None
     ends = f"the sums go from {float(sums.min()):.3g} to {float(sums.max()):.3g}"
     negative = f", and the least label is {float(y.min()):.3g}" if bool((y < -slack).any()) else ""
-    return Given(ends + negative, "", "warning", float(sums.max()))
+    return Given(ends + negative, "", "warning", float(sums.flatten()[(sums - 1).abs().argmax()]))
 
 
 def _preferred_class(call: LossCall, target: Tensor) -> Given | None:
