@@ -216,7 +216,7 @@ class LossScaleRule(Rule, mistake=LOSS_SCALE):
 
     A sum over a batch grows with its size, that over micro-batches with their number, and a factor that should undo the averaging of
     gradients over ranks is wrong for a loss that each rank averages.
-    Threshold, for 3 samples in a row: the loss is within 2% of the mean cross-entropy times the number of labels; or what ``backward()``
+    Threshold: for 3 samples in a row, the loss is within 2% of the mean cross-entropy times the number of labels; or what ``backward()``
     is called on is the sum of the losses of the micro-batches, within 0.1%, and these are on average a cross-entropy, within 25%;
     or the loss is on average over 4 samples the cross-entropy times the number of ranks over which gradients are averaged, within 3%.
     Cannot see: other losses; batches of more than 512 items, of which the cross-entropy is a sample; micro-batches without a loss module.
