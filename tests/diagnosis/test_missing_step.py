@@ -52,7 +52,10 @@ def without_a_backward(model, loss):
         (no_call, ["Backward passes have given gradients", "SGD has parameters of the model", "step() was not called"]),
         (left_out_by_a_condition, ["Backward passes have given gradients", "or was skipped"]),
         (of_a_copy, ["Backward passes have given gradients", "parameters of other models or of a copy", "Adagrad"]),
-        (skipped_by_a_scaler, ["A gradient scaler has skipped the steps: its scale has fallen from 1.15292e+18 to"]),
+        (
+            skipped_by_a_scaler,
+            ["A gradient scaler is used, which skips the step", "its scale has fallen from 1.15292e+18 to"],
+        ),
         (without_a_backward, ["No backward pass has given gradients"]),
     ],
 )

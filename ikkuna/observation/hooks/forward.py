@@ -154,11 +154,10 @@ class ForwardHooks:
         others = [type(optimizer).__name__ for optimizer in parameters.optimizers_of_others()]
         for scaler in used_scalers():
             scale, first = scaler.get_scale(), scaler._init_scale
-            if scale < first:
-                return (
-                    f"A gradient scaler has skipped the steps: its scale has fallen from {first:g} to {scale:g}, because gradients are "
-                    "NaN or infinite."
-                )
+            known = f"has fallen from {first:g} to {scale:g}" if scale < first else f"is {scale:g}"
+            return (
+                f"A gradient scaler is used, which skips the step if a gradient is NaN or infinite: its scale {known}."
+            )
         if owning:
             return f"{listed(owning)} has parameters of the model, but its step() was not called or was skipped."
         if others:
