@@ -286,3 +286,40 @@ def test_a_scalers_flag_skips_the_step(case):
     rows = case.recorder.close()
     rows.load()
     assert rows.skipped
+
+
+AFTER, BEFORE = torch.tensor([3.0, 5.0]), torch.tensor([1.0, 1.0])
+WAYS = {
+    "a tensor": (lambda r: r.receive(WEIGHTS, AFTER, ""), 4.0),
+    "a list": (lambda r: r.receive_all([(WEIGHTS, AFTER, "", None)]), 4.0),
+    "a difference": (lambda r: r.receive_difference(WEIGHTS, AFTER, BEFORE.clone(), ""), 3.0),
+    "a list of differences": (lambda r: r.receive_all([(WEIGHTS, AFTER, "", BEFORE.clone())]), 3.0),
+    "two dtypes": (lambda r: r.receive_all([(WEIGHTS, AFTER, "", BEFORE.bfloat16())]), 3.0),
+}
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_measures_into_the_part_that_counts(way, native):
+    case = Case()
+    case.recorder = Recorder(case.bus.error_guard, native)
+    case.open()
+    measure, mean = WAYS[way]
+    measure(case.recorder)
+    record = case.close()["weights"]
+    assert (record.n, record.mean) == (2, mean)
+    assert not case.recorder.unreadable
+    case.bus.close()
+
+
+@pytest.mark.parametrize("way", ["receive", "receive_difference"])
+def test_a_tensor_without_numbers_is_left_out_and_said_once(case, way, caplog):
+    nothing = torch.empty(2, device="meta")
+    for site in (WEIGHTS, ACTIVATIONS, WEIGHTS):
+        arguments = (nothing,) if way == "receive" else (nothing, nothing)
+        getattr(case.recorder, way)(site, *arguments, "a.b")
+    assert case.recorder.unreadable == {(WEIGHTS, "a.b"), (ACTIVATIONS, "a.b")}
+    assert [line.split(" is left out: ")[1] for line in caplog.messages] == [
+        "its tensors have no numbers to read; health().skipped counts such series"
+    ]
+    assert case.close() == {}
