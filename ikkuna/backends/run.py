@@ -17,7 +17,7 @@ from ikkuna.backends.loggers import adapted
 from ikkuna.errors import ClosedError, LogDirError
 from ikkuna.store.append_file import make_directories, reason
 from ikkuna.store.names import Series, SeriesGroup
-from ikkuna.store.quantity import Quantity
+from ikkuna.store.quantity import NEUTRAL, Quantity
 from ikkuna.store.run_directory import (
     Continued,
     ControlFile,
@@ -166,7 +166,7 @@ class Run:
             self._refused += len(backends) * count
             return
         for _, arguments, _ in added:
-            if isinstance(shown_as := arguments[0], Series | SeriesGroup):
+            if isinstance(shown_as := arguments[0], Series | SeriesGroup) and shown_as.quantity is not NEUTRAL:
                 self._quantities.setdefault(shown_as.kind, shown_as.quantity)
         for backend in backends:
             key = backend if isinstance(backend, str) else key_of(backend)

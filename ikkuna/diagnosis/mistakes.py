@@ -101,6 +101,15 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+# -- the program ------------------------------------------------------------------------------------------------------
+
+ENDED_BY_EXCEPTION = Mistake(
+    "ended_by_exception",
+    "error",
+    meaning="The program ended in this step with an exception.",
+    advice="'ikkuna replay DUMP' shows the batch of the last step that was kept",
+)
+
 # -- the optimizer ----------------------------------------------------------------------------------------------------
 
 MISSING_STEP = Mistake(

@@ -12,7 +12,7 @@ from ikkuna.backends.loggers import adapted
 from ikkuna.diagnosis import Finding, Findings, Judge, Network, Rule, get_rules
 from ikkuna.diagnosis.findings import STYLES, is_muted
 from ikkuna.diagnosis.judge import LOSS_BETWEEN
-from ikkuna.diagnosis.mistakes import EXPLAINS, Mistake
+from ikkuna.diagnosis.mistakes import ENDED_BY_EXCEPTION, EXPLAINS
 from ikkuna.diagnosis.recorded_preflight import RecordedPreflight
 from ikkuna.diagnosis.stored_findings import event_text
 from ikkuna.diagnosis.stored_judgement import JudgementBackend
@@ -27,6 +27,7 @@ from ikkuna.metrics.subscriber.base import StepLosses, Subscriber
 from ikkuna.metrics.subscriber.subscription import Subscription
 from ikkuna.store.finding import SEVERITIES
 from ikkuna.store.names import Series, SeriesGroup
+from ikkuna.store.quantity import NEUTRAL, Quantity
 from ikkuna.support.console import announce
 from ikkuna.support.failures import error_text, log, raise_users_exception
 from ikkuna.support.modules import NamedParameter
@@ -42,13 +43,6 @@ STATISTICS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
     "max": (("max",), lambda records: records.max),
 }
 """For each ending of a kind the statistics it needs, and the function that computes it from `Records`."""
-
-_EXCEPTION = Mistake(
-    "ended_by_exception",
-    "error",
-    meaning="The program ended in this step with an exception.",
-    advice="'ikkuna replay DUMP' shows the batch of the last step that was kept",
-)
 
 
 def shared_kinds(kinds: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -202,6 +196,10 @@ class RuleSubscriber(Subscriber):
         note = "" if self.preflight is None else self.preflight.note
         return Findings(heard, found.judged, found.skipped, found.needed, note)
 
+    def quantity_of(self, kind: str) -> Quantity:
+        """Return no declaration: who publishes a kind declares it."""
+        return NEUTRAL
+
     def receive(self, message: Any, kind: str, value: float) -> None:
         """Add a value to the history of the rules."""
         stamp = message.stamp
@@ -333,7 +331,7 @@ class RuleSubscriber(Subscriber):
             return
         module, place = raised_in(error, self._host.modules if self._host is not None else ())
         detail = f"{error_text(error)}{place and f' ({place})'}."
-        self.add_finding(_EXCEPTION.found(module=module, detail=detail), stamp)
+        self.add_finding(ENDED_BY_EXCEPTION.found(module=module, detail=detail), stamp)
 
     def add_finding(self, finding: Finding, stamp: Stamp) -> None:
         """Add a finding that no rule makes and no step ends, store it, and act on it."""
@@ -391,7 +389,7 @@ def _writes_files(backend: "str | Backend") -> bool:
 
 
 _OWN = (
-    *("averaged_ranks", "evaluations_in_training_mode", "gradients_at_step", "micro_batches"),
+    *("averaged_ranks", "evaluations_in_training_mode", "gradients_at_step", "micro_batches", "undivided_losses"),
     *("learning_rate", "optimizer_closure", "step_skipped", "unowned_parameters"),
     *("optimizer_beta1", "optimizer_beta2", "optimizer_epsilon", "optimizer_weight_decay"),
 )
@@ -495,7 +493,7 @@ def _without_muted(rules: Iterable[Rule], mute: Iterable[str]) -> tuple[list[Rul
     if isinstance(mute, str):
         raise ConfigTypeError(f"mute needs a list of names of rules, got {mute!r}; pass [{mute!r}]")
     rules, muted = list(rules), frozenset(mute)
-    known = [*(rule.name for rule in rules), *EXPLAINS, _EXCEPTION.name]
+    known = [*(rule.name for rule in rules), *EXPLAINS]
     for name in muted:
         if (rule := name.partition(":")[0]) not in known:
             raise ConfigError(unknown_name("rule in mute", rule, known))

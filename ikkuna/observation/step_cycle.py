@@ -372,6 +372,7 @@ class StepCycle:
         facts = {
             "evaluations_in_training_mode": 0 if events.in_evaluation_mode else events.in_training_mode,
             "micro_batches": closed.micro_batches,
+            "undivided_losses": self._hooks.losses.undivided,
             "averaged_ranks": self._context.replicas,
         }
         if self._context.recorder.plan.parameters:

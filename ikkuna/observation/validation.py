@@ -53,7 +53,9 @@ class Validation:
         stamp = self._context.tracker.pass_stamp(VALIDATION)
         plan = self._plan_of(stamp)
         if World.here().size > 1:
-            plan = Plan(tuple(each for each in plan.subscriptions if each.subscription.tag is not None))
+            own = Plan(tuple(each for each in plan.subscriptions if each.subscription.tag is not None))
+            own.sampled = plan.sampled  # the others still receive what these publish
+            return stamp, own
         return stamp, plan
 
     def end(self, is_complete: bool = True) -> None:

@@ -73,10 +73,10 @@ def loss(*pieces):
     return {("loss", None): value}
 
 
-def accumulated(loss, number, objective, **values):
-    """Return a classifier whose steps have several micro-batches, with the sum on which ``backward()`` is called."""
-    values |= {"loss": lambda step: loss, "output_cross_entropy": 2.0, "micro_batches": number}
-    return classification(**values) | {("loss", "objective"): lambda step: objective}
+def accumulated(loss, number, undivided, **values):
+    """Return a classifier whose steps have several micro-batches, of some of which the loss itself is differentiated."""
+    values |= {"micro_batches": number, "undivided_losses": undivided}
+    return classification(loss=lambda step: loss, output_cross_entropy=2.0, **values)
 
 
 def guess(**values):
@@ -132,16 +132,18 @@ GUESS = 2.1 + 9 / 64  # the entropy of the labels, and the correction for 10 cla
         ("loss_scale", classification(loss=lambda step: 8.0, output_cross_entropy=2.0, label_count=4.0), 11, 1.0),
         ("loss_scale", classification(loss=lambda step: 6.0, output_cross_entropy=2.0, label_count=3.0), 11, None),
         ("loss_scale", classification(loss=lambda step: 0.0, output_cross_entropy=0.0), 11, None),
-        # a sum over micro-batches, which are cross-entropies; one whose losses are divided; another sum; other losses
-        ("loss_scale", accumulated(2.0, 8.0, 16.0), 11, 1.0),
-        ("loss_scale", accumulated(0.25, 8.0, 2.0), 11, 0.0),
-        ("loss_scale", accumulated(2.0, 8.0, 16.02), 11, 0.0),
-        ("loss_scale", accumulated(2.6, 8.0, 20.8), 11, 0.0),
+        # the losses of all micro-batches, which are cross-entropies; of none; of some; two of one batch; other losses; one batch
+        ("loss_scale", accumulated(2.0, 8.0, 8.0), 11, 1.0),
+        ("loss_scale", accumulated(2.0, 8.0, 0.0), 11, 0.0),
+        ("loss_scale", accumulated(2.0, 8.0, 7.0), 11, 0.0),
+        ("loss_scale", accumulated(2.0, 1.0, 2.0), 11, 0.0),
+        ("loss_scale", accumulated(2.6, 8.0, 8.0), 11, 0.0),
+        ("loss_scale", accumulated(2.0, 1.0, 1.0), 11, 0.0),
         # the number of ranks, on average over 4 samples; not over 3, and not if micro-batches have another cross-entropy
         ("loss_scale", classification(loss=lambda step: 4.1, output_cross_entropy=2.0, averaged_ranks=2.0), 31, 1.0),
         ("loss_scale", classification(loss=lambda step: 4.1, output_cross_entropy=2.0, averaged_ranks=2.0), 21, 0.0),
         ("loss_scale", classification(loss=lambda step: 4.2, output_cross_entropy=2.0, averaged_ranks=2.0), 31, 0.0),
-        ("loss_scale", accumulated(4.0, 2.0, 4.0, averaged_ranks=2.0), 31, 0.0),
+        ("loss_scale", accumulated(4.0, 2.0, 0.0, averaged_ranks=2.0), 31, 0.0),
         # 0.95 of the guess from the labels' frequencies, less than 2% better than 10 samples before
         ("no_learning", guess(output_cross_entropy=0.95 * GUESS), 400, 1.0),
         ("no_learning", guess(output_cross_entropy=0.76 * GUESS), 400, 0.8),

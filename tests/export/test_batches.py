@@ -560,3 +560,14 @@ def test_an_error_in_a_whole_step_is_counted_and_loses_no_event():
     failing = Failing()
     assert run(failing, steps=3, on_error="disable").errors == 3
     assert failing.kinds_of_batches == ["batch_finished"] * 3
+
+
+def test_a_subscriber_of_whole_steps_takes_no_single_batch():
+    class Whole(Subscriber):
+        def compute_step(self, step):
+            pass
+
+    message = NetworkMessage(Stamp(0, 0, 0), "loss", torch.tensor(1.0))
+    for call in (Whole("loss").compute, lambda single: Whole("loss").compute_batch([single])):
+        with pytest.raises(TypeError, match="Whole takes whole steps"):
+            call(message)

@@ -341,18 +341,6 @@ def test_what_backward_is_called_on_is_shown_beside_the_loss_module_where_it_dif
     assert watched.shown("perplexity", "objective") == {}
 
 
-def test_the_sum_over_micro_batches_is_shown_beside_the_mean_of_the_loss_module():
-    model, loss, losses = network(), nn.CrossEntropyLoss(), []
-    watched, optimizer = Watched(model, loss=loss), sgd(model)
-    for n in (4, 4, 4):
-        value = loss(model(X[:n]), Y[:n])
-        value.backward()
-        losses.append(value.item())
-    optimizer.step()
-    assert watched.shown() == pytest.approx({0: sum(losses) / 3}, rel=1e-6)
-    assert watched.shown(name="objective") == pytest.approx({0: sum(losses)}, rel=1e-6)
-
-
 # -- functions given by the user --------------------------------------------------------------------------------------
 
 

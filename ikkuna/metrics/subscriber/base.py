@@ -399,7 +399,14 @@ class Subscriber(metaclass=_RegisteringType):
         If the kinds are joined, `batch` has a batch of each kind, ``batch["weights"]``.
         By default :meth:`compute` is called with each message.  The bus calls it so that an error loses one message alone.
         A subclass that overrides `compute` receives the messages one by one, also if its base class has a `compute_batch`.
+
+        Raises
+        ------
+        TypeError
+            If the class has only :meth:`compute_step`, which wants all batches of a step together.
         """
+        if type(self).compute is Subscriber.compute and "compute" not in vars(self):
+            raise TypeError(f"{type(self).__name__} takes whole steps: call compute_step()")
         for message in batch:
             self.compute(message)
 

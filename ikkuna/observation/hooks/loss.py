@@ -148,7 +148,7 @@ class LossHooks:
     """Records the loss, the labels, and the arguments of the loss for subscribers that measure them together.
 
     There are three sources, in this order; what ``backward()`` is called on has the path ``objective`` beside a loss module, and is
-    dropped where it is the same number, as it is not with a penalty, or where the gradients of several calls of the module add up:
+    dropped where it is the same number, as it is not with a penalty, or where the user sums several calls of the module:
 
     1. The calls of the loss module that the user has set.
     2. In training, the scalar on which ``backward()`` is called.  The loss of a step is the sum over its backward passes, without the
@@ -168,6 +168,8 @@ class LossHooks:
     ----------
     has_loss, has_labels : bool
         Whether a loss and labels were seen, in any step.
+    undivided : int
+        The number of backward passes of the last step that began at what the loss module had returned.
     preflight : RecordedPreflight, optional
         Receives the first call of the loss module with a gradient, if that is in step 0.
     validation : callable
@@ -186,6 +188,8 @@ class LossHooks:
         self._owned: list[set[int]] = []
         self._last_root: weakref.ref[Tensor] | None = None
         self._outputs: list[weakref.ref[Tensor]] = []
+        self._losses: list[weakref.ref[Tensor]] = []
+        self.undivided = self._undivided = 0
         self._arguments: list[LossArguments] = []
         self._stop_looking: Callable[[], object] = _do_nothing
         self._unreached = _NONE
@@ -223,7 +227,8 @@ class LossHooks:
     def step_ended(self) -> None:
         """Forget what was seen in the step."""
         self._was_called = self._is_unowned = self._knows_labels = False
-        self._arguments, self._outputs, self._unreached = [], [], _NONE
+        self._arguments, self._outputs, self._losses, self._unreached = [], [], [], _NONE
+        self.undivided, self._undivided = self._undivided, 0
         self._stop_looking()
 
     # -- the loss module ------------------------------------------------------------------------------------------
@@ -244,6 +249,7 @@ class LossHooks:
         if (forward := context.tracker.calls.last(get_ident())) is None:
             return
         self._was_called = self.has_loss = True
+        self._losses.append(weakref.ref(output))
         if context.recorder.rows is not None:
             self._record_call(module, (*args, *kwargs.values()), output, forward.part, context.recorder)
         if context.observer is not None and forward.part >= 0 and context.tracker.pass_name == TRAINING:
@@ -295,6 +301,7 @@ class LossHooks:
     def repeat_call(self, module: nn.Module, labels: Tensor, output: Tensor, forward: Forward) -> None:
         """Record what the loss module has returned in a step that is tracked only now."""
         self._was_called = self.has_loss = True
+        self._losses.append(weakref.ref(output))
         weight = loss_weight(module, output, None, labels)
         self.context.recorder.receive(self.context.sites("loss"), output, "", weight, part=forward.part)
 
@@ -376,10 +383,13 @@ class LossHooks:
     def _backward_loss(self) -> Tensor | None:
         """Return the number of which the running backward computes gradients, attached to no graph.
 
-        ``None`` if it starts from a tensor of several elements, which may be a gradient of the user's own, and for a backward inside
-        another one, as of a reentrant checkpoint.
+        ``None`` if it starts from a tensor of several elements, which may be a gradient of the user's own; if it starts from what the
+        loss module has returned, which is known; and for a backward inside another one, as of a reentrant checkpoint.
         """
         roots, is_nested = backward_roots()
+        if roots and all(any(known() is root for known in self._losses) for root, _ in roots):
+            self._undivided += 1
+            return None
         if any(not isinstance(root, Tensor) or root.numel() != 1 for root, _ in roots) or not roots:
             return None
         last, self._last_root = self._last_root, weakref.ref(roots[0][0])

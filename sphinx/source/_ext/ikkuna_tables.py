@@ -324,9 +324,9 @@ def missed(results: str, judgements: str) -> str:
     )
 
 
-def later() -> str:
-    """Return the verdicts on the mistakes of the later set."""
-    head, *rows = judge.table(judge.load("later_results.json"), judge.load("later_judgements.json"))
+def verdicts_of(results: str, judgements: str) -> str:
+    """Return the counts of verdicts on the mistakes of a set, by family."""
+    head, *rows = judge.table(judge.load(results), judge.load(judgements))
     return table(head, rows)
 
 
@@ -402,8 +402,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "unseen": unseen,
     "unseen-reports": unseen_reports,
     "unseen-missed": partial(missed, "results.json", "judgements.json"),
-    "later": later,
+    "later": partial(verdicts_of, "later_results.json", "later_judgements.json"),
     "later-missed": partial(missed, "later_results.json", "later_judgements.json"),
+    "third": partial(verdicts_of, "third_results.json", "third_judgements.json"),
+    "third-missed": partial(missed, "third_results.json", "third_judgements.json"),
     "peers": peers,
     "configurations": configurations,
     "configurations-accused": configurations_accused,

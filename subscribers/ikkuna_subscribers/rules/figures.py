@@ -47,6 +47,7 @@ _OTHERS = {
     "evaluations_in_training_mode": "rules while the model trains",
     "gradients_at_step": "rules while the model trains",
     "micro_batches": "rules while the model trains",
+    "undivided_losses": "rules while the model trains",
     "optimizer_beta1": "rules while the model trains",
     "optimizer_beta2": "rules while the model trains",
     "optimizer_closure": "rules while the model trains",

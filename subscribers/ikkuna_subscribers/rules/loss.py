@@ -216,15 +216,15 @@ class LossScaleRule(Rule, mistake=LOSS_SCALE):
 
     A sum over a batch grows with its size, that over micro-batches with their number, and a factor that should undo the averaging of
     gradients over ranks is wrong for a loss that each rank averages.
-    Threshold: for 3 samples in a row, the loss is within 2% of the mean cross-entropy times the number of labels; or what ``backward()``
-    is called on is the sum of the losses of the micro-batches, within 0.1%, and these are on average a cross-entropy, within 25%;
+    Threshold: for 3 samples in a row, the loss is within 2% of the mean cross-entropy times the number of labels; or ``backward()``
+    is called on the loss of each micro-batch as the loss module returns it, and these are on average a cross-entropy, within 25%;
     or the loss is on average over 4 samples the cross-entropy times the number of ranks over which gradients are averaged, within 3%.
     Cannot see: other losses; batches of more than 512 items, of which the cross-entropy is a sample; micro-batches without a loss module.
     """
 
     version = 2
     needs = sources("loss", "output_cross_entropy", "label_count")
-    uses = sources("micro_batches", "averaged_ranks")
+    uses = sources("micro_batches", "undivided_losses", "averaged_ranks")
     judged_on = frozenset(("output_cross_entropy",))
     thresholds = ("tolerance",)
     tolerance: float = 0.02
@@ -238,12 +238,11 @@ class LossScaleRule(Rule, mistake=LOSS_SCALE):
         ratios = history.memory[self.name].setdefault("ratios", deque[float](maxlen=_SAMPLES))
         ratios.append(ratio)
         usual = sum(ratios) / len(ratios)
-        whole, parts, ranks = history.curves("loss").get("objective"), *map(_last, map(history.curve, self.uses))
-        is_added = whole is not None and parts > 1 and abs(whole.last / (parts * loss.last) - 1) < 1e-3
+        parts, undivided, ranks = map(_last, map(history.curve, self.uses))
         is_of_ranks = len(ratios) == _SAMPLES and ranks > 1 >= parts and abs(usual / ranks - 1) < 0.03
         if abs(ratio / count.last - 1) < self.tolerance:
             yield Score(1.0, ratio, detail=_OF_BATCH)
-        elif is_added and abs(usual - 1) < 0.25:
+        elif undivided == parts > 1 and abs(usual - 1) < 0.25:
             yield Score(1.0, parts, detail=_OF_MICRO_BATCHES, advice=_DIVIDED)
         elif is_of_ranks and all(abs(each / ranks - 1) < 0.15 for each in ratios):
             yield Score(1.0, ranks, detail=_OF_RANKS, advice=_NOT_MULTIPLIED)

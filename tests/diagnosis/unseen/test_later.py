@@ -1,4 +1,4 @@
-"""The later set of programs: its labels are complete, and its stored results are judged; the measurement is a command."""
+"""The later sets of programs: their labels are complete, and stored results are judged; the measurement is a command."""
 
 import pytest
 import torch
@@ -8,7 +8,8 @@ from tests.diagnosis.unseen.configurations import configurations
 from tests.diagnosis.unseen.judge import COLUMNS, accused, fits, load
 from tests.diagnosis.unseen.recipes import Draw
 
-LATER = cases("later")
+SETS = {name: cases(name) for name in ("later", "third")}
+LATER = {name: case for programs in SETS.values() for name, case in programs.items()}
 FAULTS = {name: case for name, case in LATER.items() if not case.healthy}
 
 
@@ -20,14 +21,15 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def test_there_are_enough_kinds_and_families():
-    knowable = [case for case in FAULTS.values() if case.knowable]
+@pytest.mark.parametrize("programs", SETS.values(), ids=SETS)
+def test_there_are_enough_kinds_and_families(programs):
+    knowable = [case for case in programs.values() if not case.healthy and case.knowable]
     assert len(knowable) >= 70
     assert len({case.family for case in knowable}) >= 14
 
 
-def test_no_program_is_in_both_sets():
-    assert not set(LATER) & set(cases("first"))
+def test_no_program_is_in_two_sets():
+    assert len(cases("first", *SETS)) == sum(len(programs) for programs in (cases("first"), *SETS.values()))
 
 
 def test_a_label_states_cause_and_reason():
@@ -57,17 +59,19 @@ def test_a_seed_decides_settings_and_weights(configuration):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_every_stored_result_is_judged():
-    results, judgements = load("later_results.json"), load("later_judgements.json")
-    assert set(results) == set(LATER)
-    assert set(judgements) <= set(LATER)
+@pytest.mark.parametrize("name", SETS)
+def test_every_stored_result_is_judged(name):
+    results, judgements = load(f"{name}_results.json"), load(f"{name}_judgements.json")
+    assert set(results) == set(SETS[name])
+    assert set(judgements) <= set(SETS[name])
     for name, found in accused(results).items():
         assert {f["rule"] for _, f in found} <= set(judgements[name]["false"]), name
 
 
-def test_every_judgement_is_about_something_that_was_found():
-    results = load("later_results.json")
-    for name, judged in load("later_judgements.json").items():
+@pytest.mark.parametrize("of", SETS)
+def test_every_judgement_is_about_something_that_was_found(of):
+    results = load(f"{of}_results.json")
+    for name, judged in load(f"{of}_judgements.json").items():
         for entry in (*judged.get("right", ()), *judged.get("symptom", ())):
             assert any(fits(entry, column, found) for column in COLUMNS for found in results[name][column]), (
                 name,
