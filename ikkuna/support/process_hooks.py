@@ -38,13 +38,14 @@ def raised_in(error: BaseException, modules: Iterable[NamedModule]) -> tuple[str
 
     Examples
     --------
-    >>> from torch import nn
-    >>> model = nn.Sequential(nn.Linear(3, 2))
+    >>> import torch
+    >>> layer, module = torch.nn.Linear(3, 2), None
     >>> try:
-    ...     model(torch.ones(4))
+    ...     layer(torch.ones(4))
     ... except RuntimeError as error:
-    ...     raised_in(error, [NamedModule("0", model[0])])
-    ('0', '<doctest ikkuna.support.process_hooks.raised_in[2]>:2')
+    ...     module, line = raised_in(error, [NamedModule("0", layer)])
+    >>> module
+    '0'
     """
     names = {id(named.module): named.name for named in modules}
     module, line, traceback = None, "", error.__traceback__
