@@ -727,6 +727,30 @@ def test_no_alarm_for_an_unmodified_model_of_timm(name, classes):
     assert {finding.rule for finding in found} <= {"loss_at_init", "signal_scale"}
 
 
+class LastWeights(nn.Module):
+    """A classifier whose scores are products with its last weights, or cosines times a scale."""
+
+    def __init__(self, is_cosine):
+        super().__init__()
+        self.body, self.last, self.is_cosine = nn.Linear(8, 16), nn.Linear(16, 5, bias=False), is_cosine
+        nn.init.normal_(self.last.weight, std=3.0)
+
+    def forward(self, x):
+        if self.is_cosine:
+            return 32 * nn.functional.normalize(self.body(x)) @ nn.functional.normalize(self.last.weight).T
+        return self.last(self.body(x))
+
+
+@pytest.mark.parametrize(("is_cosine", "severity"), [(False, "warning"), (True, "info")])
+def test_large_last_weights_are_blamed_where_smaller_ones_lower_the_loss(is_cosine, severity):
+    torch.manual_seed(0)
+    model, batch = LastWeights(is_cosine), (torch.randn(64, 8), torch.randint(0, 5, (64,)))
+    before = copy.deepcopy(model.state_dict())
+    found = ikkuna.preflight(model, batch, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 0.1))
+    assert [finding.severity for finding in found if finding.rule == "loss_at_init"] == [severity], str(found)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 class NetworkOfTimm(nn.Module):
     """Three habits of timm: a head scaled by its outputs, a gated branch that begins at zero, and a growing residual stream."""
 

@@ -21,7 +21,7 @@ from ikkuna.diagnosis.mistakes import (
 from ikkuna.diagnosis.preflight_checks.batch import widened
 from ikkuna.diagnosis.preflight_checks.contracts import findings_of
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, Classification
-from ikkuna.diagnosis.preflight_checks.trial import Trial
+from ikkuna.diagnosis.preflight_checks.trial import Trial, loss_with
 from ikkuna.numerics.prediction import initial_cross_entropy, initial_logit_deviation
 from ikkuna.store.finding import Finding
 from ikkuna.support.torch_internals import pytree
@@ -57,8 +57,9 @@ def loss_at_init(trial: Trial) -> Iterator[Finding]:
     entropy = float(losses.mean()) if losses.numel() else math.nan
     error = float(losses.std()) / math.sqrt(losses.numel()) if losses.numel() > 1 else math.inf
     if math.isfinite(entropy) and entropy > _EXCESS * guess and entropy - guess > max(_GAP, 2 * error):
-        explained, is_scaled = _explained_loss(trial), not any(input_scale(trial))
-        if is_large := 0 < explained <= guess:
+        last, is_scaled = _last_weights(trial), not any(input_scale(trial))
+        explained = 0.0 if last is None else _explained_loss(trial, last)
+        if is_large := last is not None and explained <= guess and _falls_if_halved(trial, last):
             reason = "the weights of the last layer are larger than any usual initialisation makes them"
         elif entropy <= explained:
             reason = "the last layer begins with large weights"
@@ -72,15 +73,26 @@ def loss_at_init(trial: Trial) -> Iterator[Finding]:
         )
 
 
-def _explained_loss(trial: Trial) -> float:
-    """Return the cross-entropy that the last weights explain; that of a guess if they are too large, and 0 without any."""
+def _last_weights(trial: Trial) -> nn.Parameter | None:
+    """Return the weights behind the outputs of a classifier, by their shape; ``None`` if there are none."""
     is_binary = isinstance(trial.loss, nn.BCEWithLogitsLoss)
     classes = trial.output.shape[-1] if is_binary else trial.classification.classes
     weights = (p for call in reversed(trial.first_step.record.calls) for p in call.module.parameters(recurse=False))
-    last = next((weight.detach() for weight in weights if weight.ndim > 1 and len(weight) == classes), None)
-    if last is None:
-        return 0.0
-    deviation = initial_logit_deviation(last.shape, float(last.float().square().mean().sqrt()))
+    return next((weight for weight in weights if weight.ndim > 1 and len(weight) == classes), None)
+
+
+def _falls_if_halved(trial: Trial, last: nn.Parameter) -> bool:
+    """Return whether half of the last weights would make a smaller loss; cosines do not depend on their scale."""
+    names = [name for name, parameter in trial.model.named_parameters() if parameter is last]
+    before, halved = loss_with(trial, {}), loss_with(trial, {name: last.detach() / 2 for name in names})
+    return halved < before - 1e-3 * abs(before)
+
+
+def _explained_loss(trial: Trial, last: Tensor) -> float:
+    """Return the cross-entropy that the last weights explain; that of a guess if they are too large."""
+    is_binary = isinstance(trial.loss, nn.BCEWithLogitsLoss)
+    classes = trial.output.shape[-1] if is_binary else trial.classification.classes
+    deviation = initial_logit_deviation(last.shape, float(last.detach().float().square().mean().sqrt()))
     # a binary cross-entropy is that of two classes whose scores differ by the logit
     return (
         initial_cross_entropy(2, deviation / math.sqrt(2)) if is_binary else initial_cross_entropy(classes, deviation)

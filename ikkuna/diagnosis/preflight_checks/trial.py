@@ -190,11 +190,11 @@ def perturbed_output(trial: Trial, parameters: Iterable[nn.Parameter]) -> Tensor
     """
     with trial.running():
         train_norms(trial.model)
-        return main_output(_run(trial, parameters), trial.batch.loss_inside)
+        return main_output(_run(trial, perturbed(trial, parameters)), trial.batch.loss_inside)
 
 
-def perturbed_loss(trial: Trial, parameters: Iterable[nn.Parameter]) -> float:
-    """Return the loss of the first step with noise on `parameters`; the model keeps its own.
+def loss_with(trial: Trial, changed: dict[str, Tensor]) -> float:
+    """Return the loss of the first step with other values of some parameters, by name; the model keeps its own.
 
     Raises
     ------
@@ -202,13 +202,22 @@ def perturbed_loss(trial: Trial, parameters: Iterable[nn.Parameter]) -> float:
         If the model or the loss raises, or if there is no loss.
     """
     with trial.running(as_training=True):
-        result = _run(trial, parameters)
+        result = _run(trial, changed)
         return float(_guarded(lambda: trial.loss_of_result(result)).sum())
 
 
-def _run(trial: Trial, parameters: Iterable[nn.Parameter]) -> Any:
+def perturbed_loss(trial: Trial, parameters: Iterable[nn.Parameter]) -> float:
+    """Return the loss of the first step with noise on `parameters`, see :func:`loss_with`."""
+    return loss_with(trial, perturbed(trial, parameters))
+
+
+def perturbed(trial: Trial, parameters: Iterable[nn.Parameter]) -> dict[str, Tensor]:
+    """Return the values of `parameters` with noise, by name."""
     values = dict(trial.model.named_parameters())
-    changed = {name: values[name].detach() + noise for name, noise in directions(trial, parameters).items()}
+    return {name: values[name].detach() + noise for name, noise in directions(trial, parameters).items()}
+
+
+def _run(trial: Trial, changed: dict[str, Tensor]) -> Any:
     caller = _Caller(trial.model, changed)
     with restored([trial.model], values=False):  # `functional_call` separates tied parameters of some models
         return _guarded(lambda: run_model(caller, trial.batch.copy().inputs))  # type: ignore[arg-type]
