@@ -38,6 +38,9 @@ def is_muted(finding: Finding, muted: Collection[str]) -> bool:
     return rule in muted or all(f"{rule}:{module}" in muted for module in modules)
 
 
+_NAMED = 8
+
+
 class Findings(tuple[Finding, ...]):
     """The findings of a diagnosis, the most severe first; ``print()`` shows them as a table.
 
@@ -124,7 +127,7 @@ class Findings(tuple[Finding, ...]):
         return "\n".join(lines)
 
     def lines(self, styled: Styled = _plain) -> list[str]:
-        """Return the lines of the table with remedies, and why rules or checks could not judge.
+        """Return the lines of the table with remedies, and why rules or checks could not judge; many of them are only counted.
 
         Parameters
         ----------
@@ -149,17 +152,20 @@ class Findings(tuple[Finding, ...]):
             rows.append("<tr>" + "".join(f'<td style="text-align:left">{cell}</td>' for cell in cells) + text + "</tr>")
         head = "".join(f'<th style="text-align:left">{name}</th>' for name in _HEADER)
         table = f"<table><tr>{head}</tr>{''.join(rows)}</table>" if rows else ""
-        more = "<br>".join(html.escape(line.strip()) for line in self._reasons())
+        more = "<br>".join(html.escape(line.strip()) for line in self._reasons(most=len(self.skipped)))
         reasons = f"<details><summary>{html.escape(self._summary())}</summary>{more}</details>"
         return table + (reasons if more else f"<p>{html.escape(self._summary())}</p>")
 
-    def _reasons(self) -> list[str]:
-        """Return why rules or checks could not judge; those with the same reason share an entry."""
+    def _reasons(self, most: int = _NAMED) -> list[str]:
+        """Return why rules or checks could not judge; those with the same reason share an entry, which names up to `most` of them."""
         names: dict[str, list[str]] = {}
         for name, reason in self.skipped.items():
             names.setdefault(reason, []).append(name)
         width = max(shutil.get_terminal_size((120, 24)).columns, 40)
-        entries = (f"{', '.join(group)}: {reason}" for reason, group in names.items())
+        entries = (
+            f"{', '.join(group) if len(group) <= most else f'{len(group)} of them'}: {reason}"
+            for reason, group in names.items()
+        )
         return [
             line
             for entry in entries

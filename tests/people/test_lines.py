@@ -123,3 +123,15 @@ def test_warnings_have_the_prefix_or_the_format_of_the_user(before, line):
     code = f"import logging; from ikkuna.support.failures import log; {before}; log.warning('%d values', 3)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.splitlines() == [line]
+
+
+def test_many_rules_that_could_not_judge_are_counted_in_a_terminal_and_named_in_a_notebook():
+    skipped = {f"rule{i}": "nothing to judge" for i in range(9)} | {"a": "not measured", "b": "not measured"}
+    found = Findings((), ["loss"], skipped)
+    assert str(found).splitlines() == [
+        "no findings; 1 check judged, 11 could not:",
+        "  9 of them: nothing to judge",
+        "  a, b: not measured",
+    ]
+    assert "rule0, rule1" in found._repr_html_()
+    assert "rule8: nothing to judge" in found._repr_html_()
