@@ -133,5 +133,4 @@ def test_many_rules_that_could_not_judge_are_counted_in_a_terminal_and_named_in_
         "  9 of them: nothing to judge",
         "  a, b: not measured",
     ]
-    assert "rule0, rule1" in found._repr_html_()
-    assert "rule8: nothing to judge" in found._repr_html_()
+    assert ", ".join(list(skipped)[:9]) + ": nothing to judge" in found._repr_html_().replace("<br>", " ")
