@@ -169,7 +169,7 @@ class Run:
             if isinstance(shown_as := arguments[0], Series | SeriesGroup) and shown_as.quantity is not NEUTRAL:
                 self._quantities.setdefault(shown_as.kind, shown_as.quantity)
         for backend in backends:
-            key = backend if isinstance(backend, str) else key_of(backend)
+            key = backend if isinstance(backend, str) else key_of(backend)  # a call less for names
             guarded = self._backends.get(key) or self._create(backend)
             guarded.add_all(added, step, self.make_directory)
 

@@ -507,7 +507,6 @@ class LossChangeBoundSubscriber(PlotSubscriber):
         super().__init__((*_UNCLIPPED, "weights", "biases"), **options)
         self._before: dict[tuple[str, str | None], Tensor] = {}
         self._gradients: dict[tuple[str, str | None], tuple[int, Tensor]] = {}
-        self._bounds: list[float] = []
 
     def measure(self, message: ModuleMessage) -> Tensor | None:
         """Store elements of a gradient, or return the bound of the weight that it belongs to."""
@@ -527,12 +526,8 @@ class LossChangeBoundSubscriber(PlotSubscriber):
         size: int = message.data.numel()
         return dot(gradient, found - before).reshape(1) * (size / max(len(found), 1))
 
-    def compute(self, message: ModuleMessage) -> None:
-        """Store the bound of a weight until the step is over."""
-        self._bounds.append(float(message.data[0]))
-
-    def finish(self, stamp: Stamp) -> None:
+    def compute_step(self, step: MeasuredStep) -> None:
         """Emit the bound of the whole network."""
-        bounds, self._bounds = self._bounds, []
+        bounds = [float(row[0]) for batch in step for row in batch.data or ()]
         if bounds:
-            self.emit(NetworkMessage(stamp, self.publishes[0]), math.fsum(bounds))
+            self.emit(NetworkMessage(step.stamp, self.publishes[0]), math.fsum(bounds))

@@ -90,13 +90,12 @@ def _falls_if_halved(trial: Trial, last: nn.Parameter) -> bool:
 
 def _explained_loss(trial: Trial, last: Tensor) -> float:
     """Return the cross-entropy that the last weights explain; that of a guess if they are too large."""
-    is_binary = isinstance(trial.loss, nn.BCEWithLogitsLoss)
-    classes = trial.output.shape[-1] if is_binary else trial.classification.classes
     deviation = initial_logit_deviation(last.shape, float(last.detach().float().square().mean().sqrt()))
-    # a binary cross-entropy is that of two classes whose scores differ by the logit
-    return (
-        initial_cross_entropy(2, deviation / math.sqrt(2)) if is_binary else initial_cross_entropy(classes, deviation)
-    )
+    if isinstance(
+        trial.loss, nn.BCEWithLogitsLoss
+    ):  # the cross-entropy of two classes whose scores differ by the logit
+        return initial_cross_entropy(2, deviation / math.sqrt(2))
+    return initial_cross_entropy(len(last), deviation)
 
 
 def _cross_entropies(trial: Trial) -> tuple[Tensor, float]:

@@ -8,7 +8,6 @@ The number of a call is a constant: the compiler merges operators with equal arg
 that return the same tensor, or receive the same gradient.
 """
 
-import gc
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -518,12 +517,6 @@ def _is_incomplete(*args: object) -> None:
 
 def _log_finding(finding: Finding) -> None:
     log.warning("%s Try: %s.", finding, finding.advice)
-
-
-def used_scalers() -> list[torch.amp.GradScaler]:
-    """Return the living gradient scalers that have scaled a loss."""
-    found = [each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler)]
-    return [scaler for scaler in found if scaler._scale is not None]
 
 
 @dataclass(slots=True, weakref_slot=True)

@@ -1,5 +1,6 @@
 """Handles the calls of roots and of observed modules."""
 
+import gc
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any
@@ -18,7 +19,6 @@ from ikkuna.observation.hooks.context import (
     in_dry_run,
     in_reentrant_checkpoint,
     running_steps,
-    used_scalers,
 )
 from ikkuna.observation.hooks.gradients import LayerGradientHooks
 from ikkuna.observation.hooks.hook import in_backward
@@ -152,8 +152,8 @@ class ForwardHooks:
         parameters = self.context.parameters
         owning = [type(optimizer).__name__ for optimizer in parameters.optimizers()]
         others = [type(optimizer).__name__ for optimizer in parameters.optimizers_of_others()]
-        for scaler in used_scalers():
-            scale, first = scaler.get_scale(), scaler._init_scale
+        if scalers := _used_scalers():
+            scale, first = scalers[0].get_scale(), scalers[0]._init_scale
             known = f"has fallen from {first:g} to {scale:g}" if scale < first else f"is {scale:g}"
             return (
                 f"A gradient scaler is used, which skips the step if a gradient is NaN or infinite: its scale {known}."
@@ -247,3 +247,9 @@ class ForwardHooks:
         if sites.outputs is not None:
             for path, tensor in outputs:
                 receive(sites.outputs, tensor if path else with_batch_sizes(tensor, sizes), path, part=part)
+
+
+def _used_scalers() -> list[torch.amp.GradScaler]:
+    """Return the living gradient scalers that have scaled a loss."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler)]
+    return [scaler for scaler in found if scaler._scale is not None]
