@@ -25,10 +25,14 @@ from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import CKASubscriber
 from ikkuna.numerics.curvature import HessianProduct
-from ikkuna.numerics.curvature.lanczos import lanczos
+from ikkuna.numerics.curvature.lanczos import Matvec, Ritz, lanczos_coefficients, ritz_of
 
 ROUNDS = 15
 TOP, STEPS = 5, 25
+
+
+def lanczos(product: Matvec, size: int, steps: int = STEPS, dtype: torch.dtype = torch.float32) -> Ritz:
+    return ritz_of(lanczos_coefficients(product, size, steps, torch.Generator().manual_seed(0), dtype))
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -98,7 +102,7 @@ def costs(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> Costs
     product = HessianProduct(loss, parameters)
     vector = torch.randn(product.size)
     ratios = [seconds(lambda: product(vector)) / seconds(gradient) for _ in range(ROUNDS + 3)]
-    own = [seconds(gradient), seconds(lambda: lanczos(product, product.size, STEPS)), seconds(gradient)]
+    own = [seconds(gradient), seconds(lambda: lanczos(product, product.size)), seconds(gradient)]
     operations = counted_operations(lambda: product(vector)) / counted_operations(gradient)
     return Costs(statistics.median(ratios[3:]), operations, 2 * own[1] / (own[0] + own[2]))
 
@@ -144,7 +148,7 @@ def print_eigenvalues() -> None:
     images, labels = digits()
     batch = images[:500], labels[:500]
     precise = hessian(trained().eval().double(), batch[0].double(), batch[1])
-    exact = lanczos(precise, precise.size, 100, dtype=torch.float64).values.flip(0)[:TOP]
+    exact = lanczos(precise, precise.size, 100, torch.float64).values.flip(0)[:TOP]
     product = hessian(trained().eval(), *batch)
     calls: list[int] = []
 
@@ -152,8 +156,8 @@ def print_eigenvalues() -> None:
         calls.append(1)
         return product(vector)
 
-    spent = seconds(lambda: lanczos(counted, product.size, STEPS))
-    found = lanczos(product, product.size, STEPS)
+    spent = seconds(lambda: lanczos(counted, product.size))
+    found = lanczos(product, product.size)
     _print_found("Lanczos", len(calls), spent, found.values.flip(0)[:TOP], exact)
     print(f"{'':10} bounds {[f'{v:.1g}' for v in found.bounds.flip(0)[:TOP].tolist()]}")
     if importlib.util.find_spec("pyhessian"):

@@ -169,10 +169,6 @@ def _add(parts: Iterable[Tensor], like: Tensor) -> Tensor:
     return stacked.sum(dtype=torch.float64 if has_float64(like.device) else torch.float32)
 
 
-def _ratio(a: Tensor, b: Tensor) -> Tensor:
-    return torch.where(b > 0, a / b, torch.nan)
-
-
 def distance(a: Tensor, b: Tensor) -> Tensor:
     r"""Return :math:`\|a - b\|_2`, in the unit of the tensors.
 
@@ -194,31 +190,6 @@ def distance(a: Tensor, b: Tensor) -> Tensor:
     5.0
     """
     return squared_distance(a, b).sqrt()
-
-
-def update_ratio(before: Tensor, after: Tensor) -> Tensor:
-    r"""Return :math:`\|W_t - W_{t-1}\|_2 / \|W_{t-1}\|_2`, dimensionless, at least 0.
-
-    About 1e-3 is healthy; a learning rate is too small below 1e-4 and too large above 1e-2.
-    The trust ratio is about its reciprocal; the relative distance from initialisation is its value for :math:`W_0` and
-    :math:`W_t`.
-
-    Parameters
-    ----------
-    before, after : Tensor
-        Of the same shape, of any dtype and layout.
-
-    Returns
-    -------
-    Tensor
-        0-d, float64.  NaN for a weight that was zero, such as a new bias, or empty.
-
-    Examples
-    --------
-    >>> round(update_ratio(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.005])).item(), 6)
-    0.001
-    """
-    return _ratio(distance(after, before), norm(before))
 
 
 def angle(a: Tensor, b: Tensor) -> Tensor:
@@ -327,33 +298,6 @@ def count_moved(weight: Tensor, update: Tensor, dtype: torch.dtype = torch.bfloa
     after = (w.double() + u).to(dtype)
     asked = u != 0
     return torch.stack([torch.count_nonzero((after != w) & asked), torch.count_nonzero(asked)])
-
-
-def effective_update_fraction(weight: Tensor, update: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    r"""Return the share of nonzero updates that change a weight stored in `dtype`; the others are lost.
-
-    Bfloat16 has steps of 1/128 to 1/256 of a number, so at the usual update ratio of 1e-3 four of five weights do not
-    change.
-
-    Parameters
-    ----------
-    weight, update : Tensor
-        Of the same shape.
-    dtype : torch.dtype
-        The dtype of the stored weight.
-
-    Returns
-    -------
-    Tensor
-        0-d, float64, in [0, 1]; NaN without a nonzero update.
-
-    Examples
-    --------
-    >>> effective_update_fraction(torch.ones(2), torch.tensor([1e-3, 1e-2])).item()
-    0.5
-    """
-    moved, asked = count_moved(weight, update, dtype).double()
-    return _ratio(moved, asked)
 
 
 def decoupled_decay(weight: Tensor, rate: Any, decay: Any) -> Tensor:

@@ -446,67 +446,6 @@ def attention_means(sums: Tensor) -> tuple[Tensor, Tensor]:
     return entropy / torch.where(rows > 0, rows, torch.nan), normalized / torch.where(several > 0, several, torch.nan)
 
 
-def entropy_of_lse(lse: Tensor, query: Tensor, attended_keys: Tensor, scale: float | None = None) -> Tensor:
-    r"""Return :math:`H_i = \operatorname{lse}_i - c\, q_i^\top \sum_j p_{ij} k_j`, from the results of a fused kernel.
-
-    Since :math:`s_{ij}` is linear in :math:`k_j`, one call of attention with the keys in place of the values is enough.
-    With an additive bias :math:`b`, subtract :math:`\sum_j p_{ij} b_{ij}` as well.
-
-    Parameters
-    ----------
-    lse : Tensor
-        ``(batch, heads, queries)``, natural logarithms.
-    query, attended_keys : Tensor
-        ``(batch, heads, queries, dim)``: queries, and the result of attention with ``value = key``.
-    scale : float, optional
-        :math:`c`; by default :math:`1 / \sqrt{dim}`.
-
-    Returns
-    -------
-    Tensor
-        ``(batch, heads, queries)``, in nats, at least 0.  Its error is that of the logits: 1e-3 nats for logits of 1e4
-        in float32.
-
-    Examples
-    --------
-    >>> zero = torch.zeros(1, 1, 2, 4)
-    >>> entropy_of_lse(torch.full((1, 1, 2), 3.0).log(), zero, zero).exp()      # uniform over 3 keys
-    tensor([[[3., 3.]]])
-    """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    mean = (query.detach().to(lse) * attended_keys.detach().to(lse)).sum(-1) * scale
-    return (lse.detach() - mean).clamp(min=0.0)
-
-
-def logit_bound(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
-    r"""Return :math:`c \max_i |q_i| \max_j |k_j|`, an upper bound of all logits, for the cost of two norms.
-
-    Parameters
-    ----------
-    query, key : Tensor
-        As for :func:`attention_row`.
-    scale : float, optional
-        As for :func:`attention_row`.
-
-    Returns
-    -------
-    Tensor
-        ``(heads,)``, float64; 0 without a query or key, NaN for a NaN.
-
-    Examples
-    --------
-    >>> logit_bound(torch.tensor([[[3.0, 4.0]]]), torch.tensor([[[0.0, 2.0]]]), scale=1.0).item()
-    10.0
-    """
-    q, k = _four_axes(query), _four_axes(key)
-    lengths = []
-    for x in (q, k):
-        rows = x.movedim(1, 0).flatten(1, 2).square().sum(-1, dtype=widest_float(x)).sqrt()
-        lengths.append(rows.amax(1) if rows.shape[1] else rows.new_zeros(len(rows)))
-    grouped = lengths[1].repeat_interleave(q.shape[1] // max(1, k.shape[1]))
-    return lengths[0] * grouped * (q.shape[-1] ** -0.5 if scale is None else scale)
-
-
 _SUMS = 5  # entropy, squared log-sum-exp, tokens with logits, dropped assignments, all assignments
 
 

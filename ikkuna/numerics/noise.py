@@ -147,45 +147,6 @@ def noise_scale_from_moments(gradient: Tensor, covariance: Tensor, hessian: Tens
     return NoiseScale(float(g @ h @ g), float(torch.trace(h @ s)))
 
 
-def micro_batch_noise_scale(squares: Sequence[float], mean_square: float, sizes: float | Sequence[float]) -> NoiseScale:
-    r"""Estimate the gradient noise scale from the gradients of :math:`K` micro-batches or ranks.
-
-    With the shares :math:`w_i = b_i / B`, the weighted mean of :math:`|g_i|^2` has the expectation
-    :math:`|G|^2 + K \operatorname{tr} \Sigma / B`, also for sizes that differ.  For equal sizes the result is that of
-    :func:`noise_scale`.
-
-    Parameters
-    ----------
-    squares : sequence of float
-        ``(K,)``, :math:`|g_i|^2` of the mean gradient of each micro-batch.  If the loss is divided by K, multiply by
-        :math:`K^2` first.
-    mean_square : float
-        :math:`|\sum_i w_i g_i|^2`, of the gradient over all micro-batches.
-    sizes : float or sequence of float
-        :math:`b_i`, in samples or tokens.
-
-    Returns
-    -------
-    NoiseScale
-        As :func:`noise_scale`; all NaN for fewer than two micro-batches.
-
-    Examples
-    --------
-    >>> micro_batch_noise_scale([4.0, 6.0, 5.0, 5.0], 2.0, sizes=1)
-    NoiseScale(grad_sq=1.0, trace=4.0)
-    """
-    count = len(squares)
-    parts = [float(sizes)] * count if isinstance(sizes, (int, float)) else [float(s) for s in sizes]
-    if len(parts) != count:
-        raise ConfigError(f"micro_batch_noise_scale needs a size for each of {count} squares, got {len(parts)}")
-    total = math.fsum(parts)
-    if count < 2 or min(parts) <= 0 or not all(map(math.isfinite, (*squares, mean_square))):
-        return _UNDEFINED
-    weighted = math.fsum(s * b for s, b in zip(squares, parts, strict=True)) / total
-    trace = (weighted - mean_square) * total / (count - 1)
-    return NoiseScale(mean_square - trace / total, trace)
-
-
 def pairwise_noise_scale(mean_square: float, mean_product: float, batch: float) -> NoiseScale:
     r"""Estimate the gradient noise scale from inner products of gradients of independent batches of one size.
 
@@ -193,7 +154,7 @@ def pairwise_noise_scale(mean_square: float, mean_product: float, batch: float) 
         |G|^2 = E \langle g_i, g_j \rangle, \quad i \ne j, \qquad
         \operatorname{tr} \Sigma = b \, (E |g_i|^2 - |G|^2)
 
-    For all pairs of K batches the result is that of :func:`micro_batch_noise_scale`, without the difference of large
+    For all pairs of K batches the result is that of :func:`noise_scale` for one batch and all K, without the difference of large
     numbers.  The batches can be micro-batches, ranks, or steps between which the weights hardly change.
 
     Parameters
@@ -341,39 +302,6 @@ def gradient_snr(mean: Tensor, m2: Tensor, count: int, reduction: str = "mean") 
     return torch.where(torch.isfinite(variance).all(), value, torch.nan)
 
 
-def adam_snr(exp_avg: Tensor, exp_avg_sq: Tensor, step: float, betas: tuple[float, float] = (0.9, 0.999)) -> Tensor:
-    r"""Return the mean of :math:`|\hat m| / \sqrt{\hat v}` over elements, which measures the agreement of Adam's gradients.
-
-    It needs no pass over gradients.  Near 1 they agree; near :math:`\sqrt{(1 - \beta_1) / (1 + \beta_1)} \approx 0.23`
-    they are noise.
-
-    Parameters
-    ----------
-    exp_avg, exp_avg_sq : Tensor
-        Of the same shape: Adam's state of one parameter.
-    step : float
-        The number of steps, for the bias correction.
-    betas : tuple of float
-        The coefficients of the optimizer.
-
-    Returns
-    -------
-    Tensor
-        0-d, float64, dimensionless, at least 0.  Elements with :math:`v = 0` are left out; NaN if none is left, or
-        before a step.
-
-    Examples
-    --------
-    >>> round(adam_snr(torch.tensor([0.1, 0.0]), torch.tensor([0.001, 0.0]), step=1).item(), 6)
-    1.0
-    """
-    if step < 1 or not exp_avg.numel():
-        return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
-    m = exp_avg.detach().double().abs() / (1 - betas[0] ** step)
-    v = exp_avg_sq.detach().double() / (1 - betas[1] ** step)
-    return torch.where(v > 0, m / v.sqrt(), torch.nan).nanmean()
-
-
 def signs_of(x: Tensor) -> Tensor:
     """Return -1, 0 or 1 for each element, in int8; 0 for all elements of a tensor with a NaN or Inf.
 
@@ -416,25 +344,3 @@ def sign_agreement(signs: Tensor, x: Tensor) -> Tensor:
 def _all_finite(x: Tensor) -> Tensor:
     finite = all_finite(x)
     return torch.ones((), dtype=torch.bool, device=x.device) if finite is None else finite
-
-
-def gradient_diversity(squares: Sequence[float], mean_square: float) -> float:
-    r"""Return :math:`\sum_i |g_i|^2 / |\sum_i g_i|^2` over :math:`K` micro-batches of equal size (Yin et al. 2018).
-
-    It is ``1 / K`` if all gradients are equal, 1 if they are orthogonal, larger if they conflict, and NaN if their sum
-    is 0.
-
-    Parameters
-    ----------
-    squares : sequence of float
-        ``(K,)``, :math:`|g_i|^2`.
-    mean_square : float
-        :math:`|\frac 1 K \sum_i g_i|^2`.
-
-    Examples
-    --------
-    >>> gradient_diversity([4.0, 4.0], mean_square=4.0)
-    0.5
-    """
-    whole = len(squares) ** 2 * mean_square
-    return math.fsum(squares) / whole if whole > 0 else math.nan

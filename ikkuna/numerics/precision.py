@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.elements import CHUNK, flatten, readable, without_repeats
-from ikkuna.numerics.statistics.histogram import Histogram
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def count_losses(x: Tensor, name: str, scale: float = 1.0) -> Tensor:
 
     Notes
     -----
-    It costs about ten sums over :math:`x` on a CPU; :func:`histogram_shares` needs no pass if the float codes are known.
+    It costs about ten sums over :math:`x` on a CPU.
 
     Examples
     --------
@@ -171,33 +170,6 @@ def shares(counts: Tensor) -> PrecisionShares:
     """
     flushed, subnormal, overflow, nonzero, finite = (float(c) for c in counts)
     return PrecisionShares(_share(flushed, nonzero), _share(subnormal, nonzero), _share(overflow, finite))
-
-
-def histogram_shares(histogram: Histogram, name: str, scale: float = 1.0) -> PrecisionShares:
-    r"""Return the shares of :math:`s x` for the format `name`, computed from the float codes of :math:`x`.
-
-    They are exact if a threshold is the edge of a bin, as powers of two are, except for elements equal to the
-    threshold.
-    The overflow of fp16 (at 65,520), bf16 and e4m3 (at 464) is interpolated within one bin of the codes, and in bf16
-    all magnitudes below 1.5e-39 count as lost (for m = 3), although the format ends at 4.6e-41.
-
-    Examples
-    --------
-    >>> x = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) * 1e-6
-    >>> histogram_shares(Histogram.of(x), "fp16").underflow == shares(count_losses(x, "fp16")).underflow
-    True
-    """
-    form = _format(name)
-    magnitudes = histogram.magnitudes()
-    finite = int(magnitudes[: 255 << histogram.m].sum())
-    zeros = int(magnitudes[0]) if histogram.zeros is None else histogram.zeros
-    flushed, below_normal, held = (
-        histogram.share_below(t / scale) * finite for t in (form.flush, form.min_normal, form.overflow)
-    )
-    nonzero = finite - zeros
-    below = max(flushed - zeros, 0.0)  # the product of a share and a count can be rounded below the original count
-    underflow, subnormal = _share(below, nonzero), _share(below_normal - flushed, nonzero)
-    return PrecisionShares(underflow, subnormal, _share(finite - held, finite))
 
 
 def _share(part: float, whole: float) -> float:

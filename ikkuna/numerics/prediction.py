@@ -117,30 +117,6 @@ def find_class_axis(logits: Tensor, labels: Tensor) -> int | None:
     return logits.ndim - 1 if labels.shape == logits.shape[:-1] else None
 
 
-def wilson_interval(correct: float, valid: float, z: float = 1.96) -> tuple[float, float]:
-    r"""Return the Wilson score interval of an accuracy, which contains its true value with 95 % probability for `z` = 1.96.
-
-    .. math::
-        \frac{p + z^2 / 2n \pm z \sqrt{p (1 - p) / n + z^2 / 4 n^2}}{1 + z^2 / n}, \qquad p = correct / n
-
-    Returns
-    -------
-    tuple of two floats
-        In [0, 1]; NaN for ``valid = 0``.
-
-    Examples
-    --------
-    >>> [round(bound, 4) for bound in wilson_interval(90, 100)]
-    [0.8256, 0.9448]
-    """
-    if not valid > 0:
-        return math.nan, math.nan
-    p, spread = correct / valid, z * z / valid
-    half = math.sqrt(spread * p * (1 - p) + spread * spread / 4)
-    low, high = ((p + spread / 2 + sign * half) / (1 + spread) for sign in (-1, 1))
-    return max(0.0, low), min(1.0, high)
-
-
 PREDICTION_FIGURES = (
     "output_dependence",
     "output_cross_entropy",

@@ -8,7 +8,6 @@ What is computed from orthonormal bases waits for the device.  An undefined valu
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,10 +51,12 @@ def centred(x: Tensor) -> Tensor:
 
 
 def centred_kernels(representations: Sequence[Tensor]) -> Tensor:
-    r"""Return the U-centred linear kernel of each representation; their inner products give :func:`hsic_matrix`.
+    r"""Return the U-centred linear kernel of each representation.
 
     With :math:`K = X X^\top`, :math:`\tilde K_{ij} = K_{ij} - \frac{r_i + r_j}{n - 2} + \frac{t}{(n - 1)(n - 2)}`,
     where :math:`r_i` and t are the sums of row i and of all of K without its diagonal; :math:`\tilde K_{ii} = 0`.
+    The inner product of two of them over :math:`n (n - 3)` is the unbiased Hilbert-Schmidt independence criterion of both,
+    which can be summed over mini-batches of several hundred rows before :func:`cka_of_hsic`.
 
     Parameters
     ----------
@@ -78,6 +79,8 @@ def centred_kernels(representations: Sequence[Tensor]) -> Tensor:
     References
     ----------
     G. Székely and M. Rizzo, Partial distance correlation with methods for dissimilarities, 2014.
+    L. Song et al., Feature selection via dependence maximization, 2012.
+    T. Nguyen, M. Raghu and S. Kornblith, Do wide and deep networks learn the same things?, 2021 (mini-batches).
 
     Examples
     --------
@@ -128,51 +131,8 @@ def _takes_float32(x: Tensor) -> bool:
     return torch.get_float32_matmul_precision() == "highest" if setting is None else setting in ("none", "ieee")
 
 
-def hsic_matrix(representations: Sequence[Tensor]) -> Tensor:
-    r"""Return the unbiased Hilbert-Schmidt independence criterion of every pair of representations, with linear kernels.
-
-    With :math:`\tilde K = X X^\top` without its diagonal, and :math:`\tilde L = Y Y^\top` without its diagonal,
-
-    .. math::
-        \mathrm{HSIC}_1 = \frac{1}{n (n - 3)} \left[ \operatorname{tr} \tilde K \tilde L
-        + \frac{1^\top \tilde K 1 \; 1^\top \tilde L 1}{(n - 1)(n - 2)} - \frac{2}{n - 2} 1^\top \tilde K \tilde L 1
-        \right].
-
-    Parameters
-    ----------
-    representations : sequence of Tensor
-        ``(n, d_i)`` each, of the same n inputs.
-
-    Returns
-    -------
-    Tensor
-        ``(layers, layers)``, float64, symmetric, in units of :math:`x^2 y^2`.  Results can be summed over mini-batches
-        before :func:`cka_of_hsic`.  NaN for fewer than 4 rows.
-
-    Notes
-    -----
-    It costs :math:`n^2 \sum_i d_i` operations and :math:`n^2` doubles for each layer: use mini-batches of several
-    hundred rows.
-
-    References
-    ----------
-    L. Song et al., Feature selection via dependence maximization, 2012.
-    T. Nguyen, M. Raghu and S. Kornblith, Do wide and deep networks learn the same things?, 2021 (mini-batches).
-
-    Examples
-    --------
-    >>> x = torch.arange(12.0).reshape(6, 2)
-    >>> hsic_matrix([x, -2 * x]) / hsic_matrix([x])
-    tensor([[ 1.,  4.],
-            [ 4., 16.]], dtype=torch.float64)
-    """
-    kernels = centred_kernels(representations)
-    n = representations[0].shape[0]
-    return kernels @ kernels.mT / (n * (n - 3))
-
-
 def cka_of_hsic(hsic: Tensor) -> Tensor:
-    r"""Return :math:`H_{ij} / \sqrt{H_{ii} H_{jj}}` for a result of :func:`hsic_matrix` or a sum of such results.
+    r"""Return :math:`H_{ij} / \sqrt{H_{ii} H_{jj}}` of the inner products of :func:`centred_kernels`.
 
     ``(layers, layers)``, dimensionless, at most about 1 and by chance about 0; NaN if a diagonal element is not
     positive.
@@ -187,166 +147,9 @@ def cka_of_hsic(hsic: Tensor) -> Tensor:
     return hsic / torch.outer(scale, scale)
 
 
-def linear_cka(x: Tensor, y: Tensor, debiased: bool = True) -> Tensor:
-    r"""Return the linear centred kernel alignment of two representations.
-
-    The biased version is :math:`\|Y^\top X\|_F^2 / (\|X^\top X\|_F \|Y^\top Y\|_F)`.  For n rows of d independent
-    features it is far above 0 unless :math:`n \gg d` (0.66 for 256 rows of 512 features).  The debiased version is the
-    ratio of :func:`hsic_matrix`.
-
-    Parameters
-    ----------
-    x, y : Tensor
-        ``(n, p)`` and ``(n, q)``, of the same inputs.
-    debiased : bool
-        Whether the debiased version is computed.
-
-    Returns
-    -------
-    Tensor
-        0-d, float64, dimensionless.  1 for representations that differ by rotation and scale, about 0 for others.
-        The debiased version can be slightly outside [0, 1].  NaN if a representation is constant or not finite, or has
-        fewer than 2 rows (debiased: 4).
-
-    References
-    ----------
-    S. Kornblith et al., Similarity of neural network representations revisited, 2019.
-
-    Examples
-    --------
-    >>> x = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
-    >>> round(linear_cka(x, x[:, :1], debiased=False).item(), 4)
-    0.7071
-    """
-    if debiased:
-        return cka_of_hsic(hsic_matrix([x, y]))[0, 1]
-    _check_rows(x, y)
-    if x.shape[0] < 2:
-        return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
-    x, y = centred(x), centred(y)
-    wide = x.shape[0] < x.shape[1] + y.shape[1]
-    if wide:
-        gram_x, gram_y = x @ x.mT, y @ y.mT
-        cross, own_x, own_y = (gram_x * gram_y).sum(), gram_x.square().sum(), gram_y.square().sum()
-    else:
-        cross, own_x, own_y = ((a.mT @ b).square().sum() for a, b in ((y, x), (x, x), (y, y)))
-    return cross / torch.where((own_x > 0) & (own_y > 0), own_x * own_y, torch.nan).sqrt()
-
-
-class _Basis(NamedTuple):
-    """An orthonormal basis of the columns of a representation, with its singular values."""
-
-    rows: Tensor
-    values: Tensor
-
-
-def _basis(x: Tensor, variance: float = 1.0) -> _Basis:
-    """Return the leading directions of `x` that hold a share `variance` of it, without rounding errors."""
-    none = _Basis(x.new_zeros(x.shape[0], 0), x.new_zeros(0))
-    if not x.numel() or not x.isfinite().all():
-        return none
-    rows, values, _ = torch.linalg.svd(x, full_matrices=False)
-    held = values > values[0] * max(x.shape) * torch.finfo(x.dtype).eps
-    rank = int(held.sum())
-    if not rank or not values[0] > 0:
-        return none
-    if variance < 1:
-        shares = values[:rank].square().cumsum(0)
-        rank = min(rank, int((shares < variance * shares[-1]).sum()) + 1)
-    return _Basis(rows[:, :rank], values[:rank])
-
-
-def canonical_correlations(x: Tensor, y: Tensor, center: bool = True) -> Tensor:
-    r"""Return the canonical correlations :math:`\rho_1 \ge \rho_2 \ge \dots` of two representations.
-
-    They are the singular values of :math:`Q_x^\top Q_y`, with orthonormal bases Q of both column spaces.  The bases
-    come from an SVD, so duplicate and constant columns have no effect, and no covariance is inverted.
-    Compare the mean of the correlations with :func:`chance_level`.
-
-    Parameters
-    ----------
-    x, y : Tensor
-        ``(n, p)`` and ``(n, q)``, of the same inputs.
-    center : bool
-        Whether column means are subtracted first, as the definition of a correlation requires.
-
-    Returns
-    -------
-    Tensor
-        ``(min(rank x, rank y),)``, float64, in [0, 1]; invariant under invertible linear maps of either
-        representation.  Empty if one is constant or not finite.
-
-    Notes
-    -----
-    About :math:`6 n (p^2 + q^2)` operations.
-
-    Examples
-    --------
-    >>> x = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
-    >>> canonical_correlations(x, x @ torch.tensor([[2.0, 1.0], [0.0, 3.0]])).round(decimals=6)
-    tensor([1., 1.], dtype=torch.float64)
-    """
-    _check_rows(x, y)
-    x, y = (centred(x), centred(y)) if center else (as_float64(x), as_float64(y))
-    return _correlations(_basis(x).rows, _basis(y).rows)
-
-
 def _check_rows(*representations: Tensor) -> None:
     if len(numbers := {len(x) for x in representations}) > 1:
         raise ConfigError(f"representations need equal numbers of rows, got {' and '.join(map(str, sorted(numbers)))}")
-
-
-def _correlations(left: Tensor, right: Tensor) -> Tensor:
-    if not left.shape[1] or not right.shape[1]:
-        return left.new_zeros(0)
-    values: Tensor = torch.linalg.svdvals(left.mT @ right)
-    return values.clamp(max=1.0)
-
-
-class SVCCA(NamedTuple):
-    """The mean correlation, the numbers of directions, and the mean correlation of independent data."""
-
-    mean: float
-    directions_x: int
-    directions_y: int
-    chance: float
-
-
-def svcca(x: Tensor, y: Tensor, variance: float = 0.99) -> SVCCA:
-    r"""Compare two representations by the mean canonical correlation of their leading principal directions.
-
-    Of each representation, the fewest directions are kept whose :math:`\sum_{i \le k} s_i^2` is at least a share
-    `variance` of the total.  The mean is over the smaller number of directions.
-
-    Parameters
-    ----------
-    x, y : Tensor
-        ``(n, p)`` and ``(n, q)``, of the same inputs.  Use at least ten rows for each feature: independent data with
-        ``n = 2 p`` have a mean correlation of 0.64, and all correlations are 1 with fewer rows than features.
-    variance : float
-        The share of the variance to keep, in (0, 1].
-
-    Returns
-    -------
-    mean : float
-        In [0, 1]; NaN if a representation is constant or not finite.
-    directions_x, directions_y : int
-        The numbers of directions.
-    chance : float
-        The value of `mean` for independent data, from :func:`chance_level`.
-
-    References
-    ----------
-    M. Raghu et al., SVCCA: singular vector canonical correlation analysis for deep learning dynamics, 2017.
-
-    Examples
-    --------
-    >>> x = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 0.01], [0.0, -0.01]])      # 99.99 % along one direction
-    >>> svcca(x, -3 * x).directions_x, round(svcca(x, -3 * x).mean, 6)
-    (1, 1.0)
-    """
-    _check_rows(x, y)
-    return svcca_of_bases(principal_basis(x, variance), principal_basis(y, variance))
 
 
 def principal_basis(x: Tensor, variance: float = 0.99) -> Tensor:
@@ -375,71 +178,55 @@ def principal_basis(x: Tensor, variance: float = 0.99) -> Tensor:
     """
     if not 0 < variance <= 1:
         raise ConfigError(f"svcca needs a variance in (0, 1], got {variance!r}")
-    return _basis(centred(x), variance).rows
+    x = centred(x)
+    none: Tensor = x.new_zeros(x.shape[0], 0)
+    if not x.numel() or not x.isfinite().all():
+        return none
+    rows: Tensor
+    rows, values, _ = torch.linalg.svd(x, full_matrices=False)
+    rank = int((values > values[0] * max(x.shape) * torch.finfo(x.dtype).eps).sum())  # without rounding errors
+    if not rank or not values[0] > 0:
+        return none
+    if variance < 1:
+        shares = values[:rank].square().cumsum(0)
+        rank = min(rank, int((shares < variance * shares[-1]).sum()) + 1)
+    return rows[:, :rank]
 
 
-def svcca_of_bases(left: Tensor, right: Tensor) -> SVCCA:
-    """Return the result of :func:`svcca` for two results of :func:`principal_basis`.
+def svcca(left: Tensor, right: Tensor) -> float:
+    r"""Return the mean canonical correlation of two results of :func:`principal_basis`.
 
-    Examples
-    --------
-    >>> basis = principal_basis(torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]]))
-    >>> round(svcca_of_bases(basis, basis).mean, 6)
-    1.0
-    """
-    _check_rows(left, right)
-    correlations = _correlations(left, right)
-    mean = correlations.mean().item() if len(correlations) else math.nan
-    chance = chance_level(left.shape[1], right.shape[1], left.shape[0]).mean
-    return SVCCA(mean, left.shape[1], right.shape[1], chance)
-
-
-def pwcca(x: Tensor, y: Tensor) -> float:
-    r"""Return the mean canonical correlation, weighted by the share of `x` that each direction explains.
-
-    It is :math:`\sum_i a_i \rho_i / \sum_i a_i` with the canonical variates :math:`h_i` of x and
-    :math:`a_i = \sum_j |\langle h_i, x_j \rangle|` over the centred columns of x.  It is not symmetric.
+    The canonical correlations are the singular values of the product of the bases, so that no covariance is inverted.
 
     Parameters
     ----------
-    x, y : Tensor
-        ``(n, p)`` and ``(n, q)``, of the same inputs; `x` is the one with fewer features.
+    left, right : Tensor
+        ``(n, directions)``, of the same inputs.  Use at least ten rows for each feature: independent data with
+        ``n = 2 p`` have a mean correlation of 0.64, and all correlations are 1 with fewer rows than features.
 
     Returns
     -------
     float
-        In [0, 1]; NaN if a representation is constant or not finite.
+        In [0, 1], over the smaller number of directions; NaN without directions.  Compare it with :func:`chance_level`.
 
     References
     ----------
-    A. Morcos, M. Raghu and S. Bengio, Insights on representational similarity in neural networks with CCA, 2018.
+    M. Raghu et al., SVCCA: singular vector canonical correlation analysis for deep learning dynamics, 2017.
 
     Examples
     --------
-    >>> x = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
-    >>> round(pwcca(x, 2 * x), 6)
+    >>> basis = principal_basis(torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]]))
+    >>> round(svcca(basis, basis), 6)
     1.0
     """
-    _check_rows(x, y)
-    columns = centred(x)
-    left, right = _basis(columns).rows, _basis(centred(y)).rows
+    _check_rows(left, right)
     if not left.shape[1] or not right.shape[1]:
         return math.nan
-    turn, correlations, _ = torch.linalg.svd(left.mT @ right, full_matrices=False)
-    weights = ((left @ turn).mT @ columns).abs().sum(1)
-    return float((weights @ correlations.clamp(max=1.0) / weights.sum()).item())
+    return float(torch.linalg.svdvals(left.mT @ right).clamp(max=1.0).mean().item())
 
 
-class Chance(NamedTuple):
-    """The canonical correlations of independent data: their mean, mean square and maximum."""
-
-    mean: float
-    mean_square: float
-    largest: float
-
-
-def chance_level(p: int, q: int, n: int) -> Chance:
-    r"""Return the canonical correlations that `n` rows of `p` and `q` independent features show by chance.
+def chance_level(p: int, q: int, n: int) -> float:
+    r"""Return the mean canonical correlation that `n` rows of `p` and `q` independent features show by chance.
 
     The mean of :math:`\rho^2` is :math:`\max(p, q) / (n - 1)`.  With :math:`a = \min(p, q) / (n - 1)` and
     :math:`b = \max(p, q) / (n - 1)`, :math:`\lambda = \rho^2` follows, for large n, the law of Wachter (1980) on
@@ -455,26 +242,26 @@ def chance_level(p: int, q: int, n: int) -> Chance:
 
     Returns
     -------
-    Chance
-        In [0, 1]; all are 1 if :math:`n - 1 \le \max(p, q)`, and NaN without directions.
+    float
+        In [0, 1]; 1 if :math:`n - 1 \le \max(p, q)`, and NaN without directions.
 
     Examples
     --------
-    >>> tuple(round(v, 4) for v in chance_level(500, 500, 10_000))
-    (0.1908, 0.05, 0.4359)
+    >>> round(chance_level(500, 500, 10_000), 4)
+    0.1908
     """
     if min(p, q) < 1 or n < 2:
-        return Chance(math.nan, math.nan, math.nan)
+        return math.nan
     a, b = min(p, q) / (n - 1), max(p, q) / (n - 1)
     if b >= 1:
-        return Chance(1.0, 1.0, 1.0)
+        return 1.0
     low, high = ((math.sqrt(a * (1 - b)) + s * math.sqrt(b * (1 - a))) ** 2 for s in (-1, 1))
     certain = max(0.0, (a + b - 1) / a)  # this share of the correlations is exactly 1
     angle = (torch.arange(20_000, dtype=torch.float64, device="cpu") + 0.5) * (math.pi / 20_000)
     half, value = (high - low) / 2, (high + low) / 2 + (high - low) / 2 * angle.cos()
     density = (half * angle.sin()) ** 2 / (value * (1 - value))
     mean = (density * value.sqrt()).sum() / density.sum()
-    return Chance(certain + (1 - certain) * mean.item(), b, 1.0 if certain else math.sqrt(high))
+    return float(certain + (1 - certain) * mean.item())
 
 
 def dimension(activations: Tensor, rows: int = 128) -> Tensor:
@@ -629,19 +416,3 @@ def intrinsic_dimension(covariance: Tensor, threshold: float = 0.99, compat: str
         return float((shares < threshold).sum())
     # A rounding error of the sum must not add a direction.
     return float((shares < threshold * (1 - 1e-12)).sum() + 1)
-
-
-def layer_saturation(covariance: Tensor, threshold: float = 0.99, compat: str | None = None) -> float:
-    r"""Return :func:`intrinsic_dimension` over the number of features, in (0, 1] or NaN.
-
-    Low saturation of layers at the end of a network is unused capacity.
-
-    Examples
-    --------
-    >>> layer_saturation(torch.eye(4))
-    1.0
-    >>> layer_saturation(torch.diag(torch.tensor([1.0, 0.0, 0.0, 0.0])))
-    0.25
-    """
-    features = covariance.shape[0]
-    return intrinsic_dimension(covariance, threshold, compat) / features if features else float("nan")

@@ -245,39 +245,8 @@ def _wrap(kernel: Tensor, axis: int, n: int) -> Tensor:
     return whole
 
 
-def singular_values(weight: Tensor) -> Tensor:
-    r"""Return the singular values of a weight in float64, in descending order.
-
-    Parameters
-    ----------
-    weight : Tensor
-        ``(out, in, ...)``, read as a matrix ``(out, in * ...)``.
-
-    Returns
-    -------
-    Tensor
-        ``(min(out, in * ...),)``, in units of `weight`, on its device.  Values below
-        :math:`\max(m, n)\, \epsilon_{64}\, \sigma_1` are rounding errors of the factorisation and become 0.  All NaN if
-        an element is not finite, or for a meta tensor.
-
-    Notes
-    -----
-    :math:`4 m n^2 - 4 n^3 / 3` operations and a float64 copy: half a second for 1024 x 1024.  It waits for the device.
-
-    Examples
-    --------
-    >>> singular_values(torch.tensor([[3.0, 0.0], [4.0, 0.0]]))
-    tensor([5., 0.], dtype=torch.float64)
-    """
-    w = as_matrix(weight)
-    if w.is_meta or not w.numel():
-        size = min(w.shape) if w.is_meta else 0
-        return torch.full((size,), torch.nan, dtype=torch.float64, device="cpu")
-    return singular_values_of_each(w.unsqueeze(0))[0]
-
-
 def singular_values_of_each(weights: Tensor) -> Tensor:
-    r"""Return :func:`singular_values` of several weights of one shape, with one factorisation for all.
+    r"""Return the singular values of several weights of one shape in float64, in descending order, with one factorisation.
 
     Parameters
     ----------
@@ -287,7 +256,13 @@ def singular_values_of_each(weights: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        ``(n, min(out, in * ...))``
+        ``(n, min(out, in * ...))``, in units of the weights, on their device.  Values below
+        :math:`\max(m, n)\, \epsilon_{64}\, \sigma_1` are rounding errors of the factorisation and become 0.  All NaN for a weight
+        with an element that is not finite.
+
+    Notes
+    -----
+    :math:`4 m n^2 - 4 n^3 / 3` operations and a float64 copy: half a second for 1024 x 1024.  It waits for the device.
 
     Examples
     --------
@@ -315,19 +290,6 @@ def _factorised(matrices: Tensor) -> Tensor:
     return values
 
 
-def rank_tolerance(weight: Tensor) -> float:
-    r"""Return :math:`\max(m, n)\, \epsilon` for the dtype of `weight`, the relative rounding error of its singular values.
-
-    Examples
-    --------
-    >>> rank_tolerance(torch.ones(2, 1024)) == 1024 * 2.0**-23
-    True
-    """
-    wide = weight.dtype if weight.is_floating_point() else torch.float32
-    rows = weight.shape[0] if weight.ndim else 1
-    return max(rows, weight.numel() // max(rows, 1), 1) * torch.finfo(wide).eps
-
-
 def _scaled(sigma: Tensor) -> Tensor:
     """Return `sigma` divided by its largest value; NaN for an empty or zero spectrum, or one with a NaN."""
     if not sigma.numel():
@@ -345,7 +307,7 @@ def condition_number(sigma: Tensor) -> Tensor:
     Parameters
     ----------
     sigma : Tensor
-        ``(n,)``, from :func:`singular_values`.
+        ``(n,)``, the singular values.
 
     Returns
     -------
@@ -358,23 +320,6 @@ def condition_number(sigma: Tensor) -> Tensor:
     4.0
     """
     return 1.0 / _scaled(sigma).amin()
-
-
-def numerical_rank(sigma: Tensor, tolerance: float = 0.0) -> Tensor:
-    r"""Return the number of :math:`\sigma_i >` `tolerance` :math:`\cdot\, \sigma_1`.
-
-    With :func:`rank_tolerance` it equals the rank computed by numpy.  0 for the zero matrix; NaN for a NaN or without
-    values.
-
-    Examples
-    --------
-    >>> numerical_rank(torch.tensor([4.0, 2.0, 1e-9]), tolerance=1e-6).item()
-    2.0
-    """
-    if not sigma.numel():
-        return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
-    largest = sigma.amax()
-    return torch.where(largest.isnan(), torch.nan, (sigma > tolerance * largest).sum().double())
 
 
 def stable_rank(sigma: Tensor) -> Tensor:
@@ -420,19 +365,6 @@ def effective_rank(sigma: Tensor) -> Tensor:
     1.755
     """
     return _exponential_entropy(_scaled(sigma))
-
-
-def entropy_rank(sigma: Tensor) -> Tensor:
-    r"""Return :math:`\exp(-\sum p \ln p)`, between 1 and the rank: the effective rank over :math:`\lambda = \sigma^2`.
-
-    NaN for the zero matrix, without values, and for a NaN.
-
-    Examples
-    --------
-    >>> round(entropy_rank(torch.tensor([3.0, 1.0])).item(), 3)
-    1.384
-    """
-    return _exponential_entropy(_scaled(sigma).square())
 
 
 def _exponential_entropy(weights: Tensor) -> Tensor:

@@ -167,7 +167,7 @@ class HessianSubscriber(ProbeSubscriber):
         """Return the values, which waits for the device."""
         if not measured.healthy:
             return _Found([math.nan] * len(self._numbers), None)
-        trace = [*trace_of(measured.forms)[:2]] if self.trace else []
+        trace = trace_of(measured.forms) if self.trace else ()
         buckets = _buckets(density_of(measured.starts), self.bins, size) if self.density else None
         return _Found([*self._eigenvalues(ritz_of(measured.coefficients)), *trace], buckets)
 

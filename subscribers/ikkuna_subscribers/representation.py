@@ -15,11 +15,12 @@ from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.numerics.representation import (
     Scatter,
     centred_kernels,
+    chance_level,
     cka_of_hsic,
     dimension,
     intrinsic_dimension,
     principal_basis,
-    svcca_of_bases,
+    svcca,
     to_rows,
 )
 from ikkuna.store.values import Matrix
@@ -307,7 +308,9 @@ class SVCCASubscriber(ProbeSubscriber):
         for kind, stored in zip(self.publishes, self.earlier.find(name), strict=False):
             if stored is not None:
                 fits = len(stored) == len(basis)
-                mean, _, _, chance = svcca_of_bases(basis, stored) if fits else (math.nan, 0, 0, math.nan)
+                mean, chance = math.nan, math.nan
+                if fits:
+                    mean, chance = svcca(basis, stored), chance_level(basis.shape[1], stored.shape[1], len(basis))
                 found.append(_SVCCAComparison(kind, mean, chance, fits))
         return found
 

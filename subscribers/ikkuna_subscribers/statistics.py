@@ -11,7 +11,7 @@ from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages import MeasuredStep, ModuleMessage, NetworkMessage
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.numerics.statistics import Record, merge
-from ikkuna.numerics.statistics.histogram import SIGMA, Histogram, together
+from ikkuna.numerics.statistics.histogram import SIGMA, Histograms
 from ikkuna.store.values import ModuleEntry
 from ikkuna.support.modules import is_bias
 
@@ -132,7 +132,9 @@ class StatisticsSubscriber(PlotSubscriber):
         percentiles = np.full((len(records), len(SIGMA)), math.nan)
         filled = [i for i, record in enumerate(records) if record.n]
         if filled:
-            histograms = together([Histogram.of_record(records[i], self.exact) for i in filled])
+            name = "codes" if self.exact else "sampled_codes"
+            counts, low, high = ([getattr(records[i], field) for i in filled] for field in (name, "min", "max"))
+            histograms = Histograms(counts, np.array(low, np.float64), np.array(high, np.float64))
             percentiles[filled] = histograms.quantile([q / 100 for q in SIGMA]).T
         found: list[list[float]] = percentiles.tolist()
         return found

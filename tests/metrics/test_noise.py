@@ -12,7 +12,7 @@ from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import GradientNoiseScaleSubscriber, GradientSNRSubscriber
-from ikkuna.numerics.noise import micro_batch_noise_scale
+from ikkuna.numerics.noise import noise_scale
 from ikkuna.testing import RecordingBackend
 from tests.metrics.running import curves
 
@@ -60,7 +60,7 @@ def ratios(seen, size):
     found = []
     for step in seen:
         whole = sum(step) / len(step)
-        noise = micro_batch_noise_scale([g @ g for g in step], whole @ whole, size)
+        noise = noise_scale(np.mean([g @ g for g in step]), whole @ whole, size, len(step) * size)
         found.append(noise.trace / noise.grad_sq)
     return found
 
@@ -80,7 +80,7 @@ def test_both_terms_are_those_of_the_formula(divide):
     scale = 1 if divide else 9
     for i, step in enumerate(seen):
         whole = sum(step) / 3
-        expected = micro_batch_noise_scale([g @ g for g in step], whole @ whole, 4)
+        expected = noise_scale(np.mean([g @ g for g in step]), whole @ whole, 4, 12)
         assert found["gradient_covariance_trace"][i] == pytest.approx(scale * expected.trace, rel=1e-5)
         assert found["gradient_square"][i] == pytest.approx(scale * expected.grad_sq, rel=1e-4, abs=1e-4)
         assert found["noise_hides_gradient"][i] == (expected.grad_sq <= 0)

@@ -9,11 +9,21 @@ from torch import nn
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.subscriber import CKASubscriber, LayerSaturationSubscriber, SVCCASubscriber
-from ikkuna.numerics.representation import cka_of_hsic, hsic_matrix, linear_cka
+from ikkuna.numerics.representation import centred_kernels, cka_of_hsic
 from ikkuna.store.values import Matrix
 from tests.metrics.probing import Fixed, evaluated, rows, unchanged, with_tensors
 
 ALL = "layers.*"
+
+
+def hsic_matrix(representations):
+    """The unbiased independence criterion of every pair."""
+    kernels, n = centred_kernels(representations), len(representations[0])
+    return kernels @ kernels.mT / (n * (n - 3))
+
+
+def linear_cka(x, y):
+    return cka_of_hsic(hsic_matrix([x, y]))[0, 1]
 
 
 def notebook():

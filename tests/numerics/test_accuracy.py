@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ikkuna.numerics.prediction import count_correct, wilson_interval
+from ikkuna.numerics.prediction import count_correct
 
 
 def reference(logits, labels, k, ignore=-100):
@@ -100,14 +100,3 @@ def test_more_than_all_classes_and_ties():
 )
 def test_what_does_not_fit_counts_nothing(logits, labels):
     assert count_correct(logits, labels).tolist() == [0, 0, 0]
-
-
-@given(st.integers(1, 300).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-@settings(deadline=None, max_examples=60)
-def test_the_wilson_interval_solves_its_equation(counts):
-    correct, valid = counts
-    for bound in wilson_interval(correct, valid):
-        assert 0 <= bound <= 1
-        gap = correct / valid - bound
-        assert gap**2 == pytest.approx(1.96**2 * bound * (1 - bound) / valid, abs=1e-12)
-    assert all(math.isnan(b) for b in wilson_interval(0, 0))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.noise import adam_snr, gradient_diversity, gradient_snr, sign_agreement, signs_of
+from ikkuna.numerics.noise import gradient_snr, sign_agreement, signs_of
 
 GRADIENTS = hnp.arrays(np.float64, st.tuples(st.integers(2, 6), st.integers(1, 8)), elements=st.floats(-10, 10))
 
@@ -39,28 +39,6 @@ def test_pure_noise_has_a_snr_of_about_one_over_k():
     assert math.isnan(gradient_snr(torch.ones(2), torch.tensor([1.0, math.inf]), 5).item())
     with pytest.raises(ConfigError, match="median"):
         gradient_snr(g[0], g[0], 2, "max")
-
-
-def test_adam_snr_of_equal_gradients_and_of_noise():
-    m, v = torch.zeros(2000), torch.zeros(2000)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(300):
-        g = torch.randn(2000, generator=generator)
-        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
-    assert adam_snr(m, v, 300).item() == pytest.approx(math.sqrt(2 / math.pi) * math.sqrt(0.1 / 1.9), rel=0.05)
-    assert adam_snr(torch.full((3,), 0.1), torch.full((3,), 0.001), 1).item() == pytest.approx(1)
-    assert math.isnan(adam_snr(torch.zeros(2), torch.zeros(2), 3).item())
-    assert math.isnan(adam_snr(torch.zeros(2), torch.ones(2), 0).item())
-
-
-def test_diversity_of_equal_orthogonal_and_conflicting_gradients():
-    assert gradient_diversity([4.0] * 5, 4.0) == pytest.approx(1 / 5)
-    eye = np.eye(4)
-    assert gradient_diversity([1.0] * 4, float((eye.mean(0) ** 2).sum())) == pytest.approx(1)
-    assert gradient_diversity([1.0, 1.1], 0.01) > 1
-    assert math.isnan(gradient_diversity([1.0, 1.0], 0.0))
-    assert math.isnan(gradient_diversity([], 1.0))
-    assert math.isnan(gradient_diversity([1.0], math.nan))
 
 
 @given(GRADIENTS)

@@ -9,13 +9,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ikkuna.numerics.curvature.lanczos import lanczos, spectral_density
+from ikkuna.numerics.curvature.lanczos import density_of, lanczos_coefficients, ritz_of
 
 DOUBLE = torch.float64
 
 
 def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def lanczos(matvec, size, steps=25, generator=None, dtype=torch.float32):
+    return ritz_of(lanczos_coefficients(matvec, size, steps, generator or seeded(), dtype))
+
+
+def spectral_density(matvec, size, steps=20, probes=10, generator=None, dtype=torch.float32):
+    generator = generator or seeded()
+    return density_of([lanczos_coefficients(matvec, size, steps, generator, dtype) for _ in range(probes)])
 
 
 def symmetric(eigenvalues, seed=0):
@@ -35,7 +48,7 @@ def test_five_known_eigenvalues_are_exact_in_five_steps():
 @settings(deadline=None, max_examples=60)
 def test_a_full_run_finds_each_different_eigenvalue(eigenvalues, seed):
     a = symmetric(eigenvalues)
-    ritz = lanczos(lambda v: a @ v, len(a), 50, torch.Generator().manual_seed(seed), DOUBLE)
+    ritz = lanczos(lambda v: a @ v, len(a), 50, seeded(seed), DOUBLE)
     assert np.isclose(ritz.values[-1], max(eigenvalues), atol=1e-6)
     assert np.isclose(ritz.values[0], min(eigenvalues), atol=1e-6)
     for value, bound in zip(ritz.values, ritz.bounds, strict=True):
@@ -85,8 +98,8 @@ def test_nothing_to_do():
 
 def test_the_global_generator_is_left_alone():
     before = torch.random.get_rng_state()
-    a = spectral_density(lambda v: v, 10, generator=torch.Generator().manual_seed(3))
-    b = spectral_density(lambda v: v, 10, generator=torch.Generator().manual_seed(3))
+    a = spectral_density(lambda v: v, 10, generator=seeded(3))
+    b = spectral_density(lambda v: v, 10, generator=seeded(3))
     assert torch.equal(a.nodes, b.nodes)
     assert torch.equal(before, torch.random.get_rng_state())
 

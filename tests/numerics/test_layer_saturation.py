@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.representation import Scatter, intrinsic_dimension, layer_saturation
+from ikkuna.numerics.representation import Scatter, intrinsic_dimension
 
 
 def random(*shape, seed=0):
@@ -34,7 +34,6 @@ def test_planted_directions_are_found():
     x = random(5000, 3) @ random(3, 10, seed=1)
     c = Scatter.of(x.float()).covariance()
     assert intrinsic_dimension(c, 0.9999999) == 3
-    assert layer_saturation(c) <= 0.3
     assert intrinsic_dimension(Scatter.of(random(5000, 10)).covariance()) == 10
 
 
@@ -79,7 +78,7 @@ def test_fewer_rows_than_features_limit_it():
 @pytest.mark.parametrize("c", [torch.zeros(3, 3), torch.empty(0, 0), torch.tensor([[1.0, math.nan], [0.0, 1.0]])])
 def test_what_is_undefined_is_nan(c):
     assert math.isnan(intrinsic_dimension(c))
-    assert math.isnan(layer_saturation(c, compat="delve"))
+    assert math.isnan(intrinsic_dimension(c, compat="delve"))
 
 
 def test_unsuitable_arguments_are_refused():

@@ -13,8 +13,8 @@ from ikkuna.numerics.noise import (
     NoiseScale,
     RunningMean,
     RunningNoise,
-    micro_batch_noise_scale,
     noise_scale,
+    pairwise_noise_scale,
 )
 
 GRADIENTS = hnp.arrays(np.float64, st.tuples(st.integers(2, 6), st.integers(1, 8)), elements=st.floats(-10, 10))
@@ -27,8 +27,15 @@ def simulate(steps, count, size, seed=0):
     return (g**2).sum(-1), (g.mean(1) ** 2).sum(-1)
 
 
+def of_micro_batches(squares, mean_square, size):
+    """The estimate from all pairs of micro-batches."""
+    count = len(squares)
+    mean = sum(squares) / count
+    return pairwise_noise_scale(mean, (count * mean_square - mean) / (count - 1), size)
+
+
 def estimates(steps, count, size):
-    return [micro_batch_noise_scale(list(s), b, size) for s, b in zip(*simulate(steps, count, size), strict=True)]
+    return [of_micro_batches(list(s), b, size) for s, b in zip(*simulate(steps, count, size), strict=True)]
 
 
 @pytest.mark.parametrize(("count", "size"), [(2, 16), (8, 16), (32, 16), (2, 256)])
@@ -58,7 +65,7 @@ def test_a_running_noise_scale_finds_the_true_one():
 @settings(deadline=None, max_examples=60)
 def test_terms_are_the_sample_covariance_and_the_mean_product(g, size):
     count = len(g)
-    found = micro_batch_noise_scale(list((g**2).sum(1)), float((g.mean(0) ** 2).sum()), size)
+    found = of_micro_batches(list((g**2).sum(1)), float((g.mean(0) ** 2).sum()), size)
     assert found.trace == pytest.approx(size * g.var(0, ddof=1).sum(), abs=1e-9 * size)
     products = g @ g.T
     expected = (products.sum() - np.trace(products)) / (count * (count - 1))
@@ -68,19 +75,8 @@ def test_terms_are_the_sample_covariance_and_the_mean_product(g, size):
     assert found.grad_sq == pytest.approx(two.grad_sq, abs=1e-8)
 
 
-def test_uneven_micro_batches_stay_unbiased():
-    rng, sizes = np.random.default_rng(1), np.array([4, 16, 64, 7])
-    found = []
-    for _ in range(6000):
-        g = 1 + rng.standard_normal((4, 5)) * 3 / np.sqrt(sizes)[:, None]
-        mean = (sizes[:, None] * g).sum(0) / sizes.sum()
-        found.append(micro_batch_noise_scale(list((g**2).sum(1)), float(mean @ mean), list(sizes)))
-    assert np.mean([f.trace for f in found]) == pytest.approx(45, rel=0.03)
-    assert np.mean([f.grad_sq for f in found]) == pytest.approx(5, rel=0.03)
-
-
 def test_identical_micro_batches_have_no_noise():
-    found = micro_batch_noise_scale([4.0, 4.0, 4.0], 4.0, 8)
+    found = of_micro_batches([4.0, 4.0, 4.0], 4.0, 8)
     assert (found.trace, found.grad_sq, found.noise_scale) == (0, 4, 0)
 
 
@@ -96,12 +92,9 @@ def test_undefined_noise_is_nan(arguments):
     assert undefined(noise_scale(*arguments))
 
 
-def test_one_micro_batch_and_wrong_sizes():
-    assert undefined(micro_batch_noise_scale([1.0], 1.0, 4))
-    assert undefined(micro_batch_noise_scale([], 1.0, 4))
-    assert undefined(micro_batch_noise_scale([1.0, 2.0], 1.0, [4, 0]))
-    with pytest.raises(ConfigError, match="a size for each of 2"):
-        micro_batch_noise_scale([1.0, 2.0], 1.0, [4])
+def test_pairs_without_a_size_and_a_lost_gradient():
+    assert undefined(pairwise_noise_scale(1.0, 1.0, 0))
+    assert undefined(pairwise_noise_scale(math.nan, 1.0, 4))
     lost = noise_scale(10.0, 1.0, 1, 2)
     assert lost.grad_sq < 0
     assert math.isnan(lost.noise_scale)

@@ -2,12 +2,11 @@ r"""Products of the Hessian of a loss with vectors, and its trace.
 
 A Hessian is never formed: :class:`HessianProduct` multiplies it with a vector for the cost of one to two gradients.
 All other functions here and in :mod:`~ikkuna.numerics.curvature.lanczos` accept any function ``v -> A v`` with a
-symmetric A. Random numbers come from a separate generator.  All functions are too slow for a training step.
+symmetric A.  All functions are too slow for a training step.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,38 +114,23 @@ def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.detach().reshape(-1).to(first) for t in tensors])
 
 
-class Trace(NamedTuple):
-    """An estimate of a trace, its standard error, and the number of random vectors."""
-
-    value: float
-    stderr: float
-    samples: int
-
-
-def hutchinson_trace(
+def quadratic_forms(
     matvec: Matvec,
     size: int,
-    samples: int = 30,
-    generator: torch.Generator | None = None,
+    samples: int,
+    generator: torch.Generator,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> Trace:
-    r"""Estimate the trace of a symmetric matrix as the mean of :math:`z^\top A z` over vectors of random signs.
+) -> Tensor:
+    r"""Return :math:`z^\top A z` for `samples` vectors of random signs, without waiting for the device; see :func:`trace_of`."""
+    if samples < 1 or size < 1:
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
+    signs = (random_signs(size, generator, dtype, device) for _ in range(samples))
+    return torch.stack([as_float64(z) @ as_float64(matvec(z)) for z in signs])
 
-    Parameters
-    ----------
-    matvec : callable
-        As for :func:`~ikkuna.numerics.curvature.lanczos.lanczos`.
-    size : int
-        The number of rows of the matrix.
-    samples : int
-        The number of vectors, each with one product.
-    generator : torch.Generator, optional
-        The generator of the signs; by default a new one with seed 0.
-    dtype : torch.dtype
-        The dtype of the vectors.
-    device : torch.device or str
-        The device of the vectors.
+
+def trace_of(forms: Tensor) -> tuple[float, float]:
+    r"""Estimate the trace of a symmetric matrix as the mean of :func:`quadratic_forms`; this waits for their device.
 
     Returns
     -------
@@ -162,32 +146,12 @@ def hutchinson_trace(
 
     Examples
     --------
-    >>> hutchinson_trace(lambda v: torch.tensor([1.0, 2.0, 3.0]) * v, 3, samples=2)
-    Trace(value=6.0, stderr=0.0, samples=2)
+    >>> diagonal, start = torch.tensor([1.0, 2.0, 3.0]), torch.Generator().manual_seed(0)
+    >>> trace_of(quadratic_forms(lambda v: diagonal * v, 3, 2, start))
+    (6.0, 0.0)
     """
-    return trace_of(quadratic_forms(matvec, size, samples, generator, dtype, device))
-
-
-def quadratic_forms(
-    matvec: Matvec,
-    size: int,
-    samples: int = 30,
-    generator: torch.Generator | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    r"""Return :math:`z^\top A z` of each random vector of :func:`hutchinson_trace`, without waiting for the device."""
-    own = generator or torch.Generator().manual_seed(0)
-    if samples < 1 or size < 1:
-        return torch.zeros(0, dtype=torch.float64, device="cpu")
-    signs = (random_signs(size, own, dtype, device) for _ in range(samples))
-    return torch.stack([as_float64(z) @ as_float64(matvec(z)) for z in signs])
-
-
-def trace_of(forms: Tensor) -> Trace:
-    """Return the result of :func:`hutchinson_trace` for its quadratic forms; this waits for their device."""
     forms, samples = forms.cpu(), len(forms)
     if not samples:
-        return Trace(math.nan, math.nan, 0)
+        return math.nan, math.nan
     spread = forms.std().item() / math.sqrt(samples) if samples > 1 else math.nan
-    return Trace(forms.mean().item(), spread, samples)
+    return forms.mean().item(), spread

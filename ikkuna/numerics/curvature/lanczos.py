@@ -1,6 +1,6 @@
 r"""The spectrum of a symmetric matrix, computed from its products with vectors.
 
-Random numbers come from a separate generator.  All functions but :func:`lanczos_coefficients` wait for the device.
+All functions but :func:`lanczos_coefficients` wait for the device.
 """
 
 import math
@@ -23,12 +23,20 @@ def random_signs(size: int, generator: torch.Generator, dtype: torch.dtype, devi
     return on_device((2 * signs - 1).to(dtype), device) if signs.is_cpu else (2 * signs - 1).to(device, dtype)
 
 
-def _own(generator: torch.Generator | None) -> torch.Generator:
-    return generator or torch.Generator().manual_seed(0)
-
-
 class Ritz(NamedTuple):
-    """The result of `lanczos`: approximate eigenvalues in ascending order, error bounds, and weights in the start."""
+    """Approximate eigenvalues of a symmetric matrix.
+
+    Parameters
+    ----------
+    values : Tensor
+        ``(steps,)``, float64, in ascending order, in loss / parameter².  There are fewer values if the Krylov space of
+        the start is smaller; then they are exact, and an eigenvalue that occurs more than once is returned once.
+        A single NaN if a product is not finite; empty for a matrix without rows.
+    bounds : Tensor
+        ``(steps,)``: the distance of each value to an eigenvalue of the matrix is at most this.
+    weights : Tensor
+        ``(steps,)``, with sum 1: the squared component of the start along each eigenvector.
+    """
 
     values: Tensor
     bounds: Tensor
@@ -42,15 +50,18 @@ class Coefficients(NamedTuple):
     eps: float
 
 
-def lanczos(
+def lanczos_coefficients(
     matvec: Matvec,
     size: int,
-    steps: int = 25,
-    generator: torch.Generator | None = None,
+    steps: int,
+    generator: torch.Generator,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> Ritz:
-    r"""Approximate the extreme eigenvalues of a symmetric matrix (Lanczos 1950), with full re-orthogonalisation.
+) -> Coefficients:
+    r"""Reduce a symmetric matrix to a tridiagonal one (Lanczos 1950), with full re-orthogonalisation.
+
+    On the host the iteration ends as soon as the Krylov space is exhausted; on a device it makes all steps,
+    and :func:`ritz_of` ignores those that follow.
 
     Parameters
     ----------
@@ -60,8 +71,8 @@ def lanczos(
         The number of rows of the matrix.
     steps : int
         The number of products; 4 k + 5 are enough for the k largest eigenvalues if they are well separated.
-    generator : torch.Generator, optional
-        The generator of the random start; by default a new one with seed 0.
+    generator : torch.Generator
+        The generator of the random start.
     dtype : torch.dtype
         The dtype of the vectors.
     device : torch.device or str
@@ -69,14 +80,8 @@ def lanczos(
 
     Returns
     -------
-    values : Tensor
-        ``(steps,)``, float64, in ascending order, in loss / parameter².  There are fewer values if the Krylov space of
-        the start is smaller; then they are exact, and an eigenvalue that occurs more than once is returned once.
-        A single NaN if a product is not finite; empty for ``size = 0``.
-    bounds : Tensor
-        ``(steps,)``: the distance of each value to an eigenvalue of the matrix is at most this.
-    weights : Tensor
-        ``(steps,)``, with sum 1: the squared component of the start along each eigenvector.
+    Coefficients
+        On the device of the vectors, without waiting for it.
 
     Notes
     -----
@@ -86,37 +91,15 @@ def lanczos(
     Examples
     --------
     >>> diagonal = torch.tensor([5.0, 2.0, 1.0, -3.0, 0.5])
-    >>> lanczos(lambda v: diagonal * v, 5, dtype=torch.float64).values.round(decimals=6).tolist()
+    >>> start = torch.Generator().manual_seed(0)
+    >>> ritz_of(lanczos_coefficients(lambda v: diagonal * v, 5, 5, start, torch.float64)).values.round(decimals=6).tolist()
     [-3.0, 0.5, 1.0, 2.0, 5.0]
-    """
-    return ritz_of(lanczos_coefficients(matvec, size, steps, generator, dtype, device))
-
-
-def lanczos_coefficients(
-    matvec: Matvec,
-    size: int,
-    steps: int = 25,
-    generator: torch.Generator | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> Coefficients:
-    """Return the coefficients of :func:`lanczos`, on the device of the vectors, without waiting for it.
-
-    On the host the iteration ends as soon as the Krylov space is exhausted; on a device it makes all steps,
-    and :func:`ritz_of` ignores those that follow.
-
-    Examples
-    --------
-    >>> diagonal = torch.tensor([5.0, 2.0])
-    >>> coefficients = lanczos_coefficients(lambda v: diagonal * v, 2, dtype=torch.float64)
-    >>> ritz_of(coefficients).values.round(decimals=6).tolist()
-    [2.0, 5.0]
     """
     eps, count = torch.finfo(dtype).eps, min(steps, size)
     if count < 1:
         return Coefficients(torch.zeros(0, 2, dtype=torch.float64, device="cpu"), eps)
     basis = torch.empty(count + 1, size, dtype=dtype, device=device)  # each vector is computed in its row
-    basis[0] = random_signs(size, _own(generator), dtype, device) / math.sqrt(size)
+    basis[0] = random_signs(size, generator, dtype, device) / math.sqrt(size)
     rows: list[Tensor] = []
     for j in range(count):
         image = matvec(basis[j]).to(basis)
@@ -164,7 +147,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def ritz_of(coefficients: Coefficients) -> Ritz:
-    """Return the result of :func:`lanczos` for its coefficients; this waits for their device."""
+    """Return the approximate eigenvalues for the result of :func:`lanczos_coefficients`; this waits for its device."""
     rows = coefficients.rows.tolist()
     rows = rows[: _ending(rows, coefficients.eps)]
     if not rows or not all(map(math.isfinite, rows[-1])):
@@ -199,46 +182,22 @@ class Density(NamedTuple):
         return torch.zeros(bins, dtype=torch.float64, device="cpu").index_add_(0, place, self.weights), edges
 
 
-def spectral_density(
-    matvec: Matvec,
-    size: int,
-    steps: int = 20,
-    probes: int = 10,
-    generator: torch.Generator | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> Density:
-    r"""Estimate the density of the eigenvalues of a symmetric matrix by stochastic Lanczos quadrature.
+def density_of(starts: Sequence[Coefficients]) -> Density:
+    r"""Estimate the density of the eigenvalues by stochastic Lanczos quadrature; this waits for the device.
 
-    For each random start, :func:`lanczos` gives nodes and weights that integrate polynomials up to degree
+    For each random start, :func:`ritz_of` gives nodes and weights that integrate polynomials up to degree
     ``2 steps - 1`` exactly over the spectral measure of the start.  Their mean over starts estimates the density of all
     eigenvalues.
 
     Parameters
     ----------
-    matvec : callable
-        As for :func:`lanczos`.
-    size : int
-        The number of rows of the matrix.
-    steps : int
-        The number of products for each start.
-    probes : int
-        The number of starts.
-    generator : torch.Generator, optional
-        The generator of the random starts; by default a new one with seed 0.
-    dtype : torch.dtype
-        The dtype of the vectors.
-    device : torch.device or str
-        The device of the vectors.
+    starts : sequence of Coefficients
+        The coefficients of several random starts.
 
     Returns
     -------
     Density
-        Nodes in loss / parameter², weights without unit.  NaN if a product is not finite; empty without rows or probes.
-
-    Notes
-    -----
-    It computes ``steps * probes`` products.
+        Nodes in loss / parameter², weights without unit.  NaN if a product is not finite; empty without rows or starts.
 
     References
     ----------
@@ -248,16 +207,11 @@ def spectral_density(
 
     Examples
     --------
-    >>> density = spectral_density(lambda v: 2 * v, 100, dtype=torch.float64)
+    >>> start = torch.Generator().manual_seed(0)
+    >>> density = density_of([lanczos_coefficients(lambda v: 2 * v, 100, 20, start, torch.float64) for _ in range(10)])
     >>> round(density.moment(0), 6), round(density.moment(1), 6)
     (1.0, 2.0)
     """
-    own = _own(generator)
-    return density_of([lanczos_coefficients(matvec, size, steps, own, dtype, device) for _ in range(probes)])
-
-
-def density_of(starts: Sequence[Coefficients]) -> Density:
-    """Return the result of :func:`spectral_density` for the coefficients of several starts; this waits for their device."""
     found = [ritz_of(coefficients) for coefficients in starts]
     empty = torch.zeros(0, dtype=torch.float64, device="cpu")
     nodes = torch.cat([empty, *(ritz.values for ritz in found)])

@@ -341,10 +341,6 @@ class Records:
         ranks = [self.ranks[i] for i in np.arange(len(self))[positions]] if self.ranks else ()
         return Records(self.table[positions], self.fields, self.finite_only, counts, ranks)
 
-    def only_finite(self) -> "Records":
-        """Return the records with `finite_only` set."""
-        return self if self.finite_only else Records(self.table, self.fields, True, self.counts, self.ranks)
-
     def _column(self, name: str, screened: bool = False) -> Values:
         """Return a column as a record has it; raise `ConfigError` if it was not measured.
 
