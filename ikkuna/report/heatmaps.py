@@ -2,14 +2,14 @@
 
 import base64
 import html
+import io
 import math
-import struct
-import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL.Image import fromarray
 
 from ikkuna.backends.pictures.canvas import COLOURS, MISSING, NONFINITE, ZERO, ColourScale, palette
 from ikkuna.report.charts import reduced_matrix, ticks
@@ -34,26 +34,10 @@ def data_uri(indices: NDArray[np.uint8], colours: NDArray[np.uint8], clear: int 
     >>> data_uri(np.zeros((1, 1), np.uint8), np.zeros((1, 3), np.uint8))[:32]
     'data:image/png;base64,iVBORw0KGg'
     """
-    rows, columns = indices.shape
-    lines = np.zeros((rows, columns + 1), np.uint8)  # each line begins with the number of its filter
-    lines[:, 1:] = indices
-    header = struct.pack(">IIBBBBB", columns, rows, 8, 3, 0, 0, 0)
-    alpha = b"" if clear is None else bytes([255] * clear + [0])
-    chunks = (
-        (b"IHDR", header),
-        (b"PLTE", colours.tobytes()),
-        (b"tRNS", alpha),
-        (b"IDAT", zlib.compress(lines.tobytes(), 9)),
-        (b"IEND", b""),
-    )
-    data = b"\x89PNG\r\n\x1a\n" + b"".join(
-        _chunk(name, content) for name, content in chunks if content or name == b"IEND"
-    )
-    return "data:image/png;base64," + base64.b64encode(data).decode()
-
-
-def _chunk(name: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+    picture, buffer = fromarray(indices), io.BytesIO()
+    picture.putpalette(colours.tobytes())
+    picture.save(buffer, "PNG", optimize=True, **({} if clear is None else {"transparency": clear}))
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 _BOTTOM = 20

@@ -11,7 +11,7 @@ from PIL import Image
 from ikkuna.backends import mpl, tensorboard
 from ikkuna.backends.pictures import drawing
 from ikkuna.backends.pictures.canvas import encode_png
-from ikkuna.backends.pictures.drawing import draw_chart, draw_heatmap, grouped, scaled
+from ikkuna.backends.pictures.drawing import draw_chart, draw_heatmap, grouped
 from ikkuna.backends.pictures.event_images import HeatmapImage
 from ikkuna.backends.pictures.heatmap import CAPACITY, Heatmap, HeatmapView
 from ikkuna.backends.run import Run
@@ -77,25 +77,6 @@ def test_cells_are_a_copy():
     held = heatmap.view()
     add(heatmap, 1, {"a": 2.0})
     assert held.values.tolist() == [[1.0]]
-
-
-@pytest.mark.parametrize(
-    ("values", "shares", "ends"),
-    [
-        ([[1.0, 2.0], [3.0, math.nan]], [[0, 0.5], [1, math.nan]], (1, 3)),
-        ([[-1.0, 1000.0]], [[0, 1]], (-1, 1000)),
-        ([[1.0, 50.5, 100.0]], [[0, 0.5, 1]], (1, 100)),
-        ([[1.0, 100.0, 10000.0]], [[0, 0.5, 1]], (1, 10000)),
-        ([[0.0, 1.0, 1000.0]], [[0, 0, 1]], (1, 1000)),
-        ([[0.0, 0.0]], [[0, 0]], (0, 0)),
-        ([[0.0, 4.0]], [[0, 1]], (0, 4)),
-        ([[math.inf, math.nan]], [[math.nan, math.nan]], None),
-    ],
-)
-def test_scales(values, shares, ends):
-    found, found_ends = scaled(np.array(values))
-    assert found.tolist() == [pytest.approx(row, nan_ok=True) for row in shares]
-    assert found_ends == (pytest.approx(ends) if ends else None)
 
 
 @pytest.mark.parametrize("rows", [2, 10, 100, 1000])

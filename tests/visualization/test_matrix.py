@@ -12,13 +12,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from ikkuna.backends import tensorboard
 from ikkuna.backends.backend import get_backend
 from ikkuna.backends.pictures import drawing as matrix_picture
-from ikkuna.backends.pictures.canvas import encode_png
+from ikkuna.backends.pictures.canvas import NONFINITE, ZERO, encode_png, palette
 from ikkuna.backends.pictures.drawing import draw_matrix
 from ikkuna.backends.pictures.event_images import MatrixImage, MatrixQueue
 from ikkuna.backends.run import Run
 from ikkuna.backends.tensorboard import TensorBoardBackend
 from ikkuna.store.json_lines import read
 from ikkuna.store.names import Series
+from ikkuna.store.quantity import NEUTRAL
 from ikkuna.store.values import Matrix
 
 MATRIX = Matrix(("a", "b"), ("a", "b", "c"), np.array([[1.0, 0.5, math.nan], [0.5, 1.0, 0.0]]), (0.0, 1.0))
@@ -58,15 +59,32 @@ def test_matplotlib_draws_the_latest(tmp_path):
     assert [path.name for path in (directory / "pictures").iterdir()] == ["likeness_matrix.png"]
 
 
-def test_colours_are_those_of_the_scale_and_red_for_what_is_not_finite():
+def test_colours_are_those_of_the_scale_and_others_for_zero_and_what_is_not_finite():
     colours = {tuple(c) for c in pixels(MATRIX)}
-    assert {(230, 0, 60), (253, 231, 36), (68, 1, 84)} <= colours
+    assert {(227, 0, 43), (255, 154, 213), (253, 231, 37)} <= colours
 
 
-@pytest.mark.parametrize("values", [np.full((2, 2), math.nan), np.ones((2, 2)), np.zeros((2, 2))])
-def test_matrices_without_a_range_are_drawn(values):
-    colours = {tuple(c) for c in pixels(Matrix(("a", "b"), ("a", "b"), values))}
-    assert ((230, 0, 60) if np.isnan(values).any() else (68, 1, 84)) in colours
+@pytest.mark.parametrize(
+    ("values", "limits", "colours"),
+    [
+        ([[1.0, 2.0, 3.0]], None, [0, 120, 239]),
+        ([[-1.0, 499.5, 1000.0]], None, [0, 120, 239]),
+        ([[0.01, 1.0, 100.0]], None, [0, 120, 239]),
+        ([[0.0, 0.01, 100.0]], None, [ZERO, 0, 239]),
+        ([[0.01, 1.0, 100.0]], (0.0, 100.0), [0, 2, 239]),
+        ([[1.0, 1.0, 1.0]], None, [120] * 3),
+        ([[5.0, 5.0, 5.0]], (5.0, 5.0), [0] * 3),
+        ([[0.0, 0.0, 0.0]], None, [ZERO] * 3),
+        ([[math.nan, math.inf, 1e300]], None, [NONFINITE, NONFINITE, 239]),
+    ],
+)
+def test_each_cell_has_the_colour_of_its_value(values, limits, colours):
+    picture = draw_matrix(np.array(values), ("a",), ("b", "c", "d"), limits=limits)
+    drawn = np.asarray(Image.open(io.BytesIO(encode_png(picture))).convert("RGB"))[20]
+    left = int((drawn != drawn[0]).any(-1).nonzero()[0][-1]) - 512  # the cells end the line
+    assert [tuple(drawn[left + 85 + 170 * i].tolist()) for i in range(3)] == [
+        tuple(c) for c in palette(NEUTRAL)[colours].tolist()
+    ]
 
 
 def test_an_empty_matrix_is_passed_over(tmp_path):

@@ -175,7 +175,7 @@ def _around(value: float) -> tuple[float, float]:
 
 
 _DPI = 100
-_FONT_SIZE = 8
+_FONT_SIZE = 11  # readable where TensorBoard shrinks the picture to the width of a card
 LINE = 18
 """Pixels between two labels."""
 _LONGEST = 36  # characters of a label
@@ -190,19 +190,15 @@ class Labels:
         One for each cell.
     size : int
         Pixels from one cell to the next.
-    font_size : float
-        In points.
     is_horizontal : bool
         Whether the cells stand beside each other; their labels are rotated if they are long.
     """
 
-    def __init__(
-        self, names: Sequence[str], size: int, is_horizontal: bool = False, font_size: float = _FONT_SIZE
-    ) -> None:
+    def __init__(self, names: Sequence[str], size: int, is_horizontal: bool = False) -> None:
         self._names = names
         is_rotated = is_horizontal and max(map(len, names)) > 15
         self.rotation = 90 if is_rotated else 0
-        widths = [text_width(label, font_size) for _, label in self._every(LINE / size)]
+        widths = [text_width(label) for _, label in self._every(LINE / size)]
         needed = max(widths) + 10 if is_horizontal and not is_rotated else LINE
         self._spacing = needed / size
         self.length = max(widths) if is_rotated or not is_horizontal else LINE
@@ -216,9 +212,9 @@ class Labels:
         return self._every(self._spacing)
 
 
-def text_width(text: str, size: float = _FONT_SIZE) -> float:
+def text_width(text: str) -> float:
     """Return the width of a label in pixels."""
-    width, _, _ = text_to_path.get_text_width_height_descent(text, FontProperties(size=size), ismath=False)
+    width, _, _ = text_to_path.get_text_width_height_descent(text, FontProperties(size=_FONT_SIZE), ismath=False)
     return float(width) * _DPI / 72
 
 
@@ -230,7 +226,7 @@ class Canvas:
         self.picture = NotebookFigure(figsize=(self._size[0] / _DPI, self._size[1] / _DPI), dpi=_DPI)
 
     def add_image(self, colours: NDArray[np.uint8], place: Bbox) -> None:
-        """Add an image (row, column, 4) that fills `place`."""
+        """Add an image (row, column, colour) that fills `place`."""
         width, height = self._size
         share = Bbox.from_extents(place.x0 / width, 1 - place.y1 / height, place.x1 / width, 1 - place.y0 / height)
         image = BboxImage(TransformedBbox(share, self.picture.transFigure), interpolation="nearest")

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
@@ -138,7 +137,6 @@ def draw_histograms(view: HistogramsView, order: Order = str) -> NotebookFigure:
     return picture
 
 
-_FONT_SIZE = 11  # readable where TensorBoard shrinks the picture to the width of a card
 _WIDTH = 400  # pixels of the body, about
 _HEIGHT = 260  # pixels of the body, at most: with the legend, about the shape of a card
 _MOST_ROWS = 105
@@ -160,28 +158,74 @@ def draw_heatmap(view: HeatmapView) -> NotebookFigure:
     scale = ColourScale.of(view.quantity, values[known])
     indices = scale.indices(values)
     indices[~known] = MISSING
-    colours = _with_alpha(palette(view.quantity))
-    height = max(2, min(24, _HEIGHT // len(names)))
-    width = max(1, round(_WIDTH / len(view.steps)))
-    rows = Labels(names, height, font_size=_FONT_SIZE)
-    columns = Labels([str(step) for step in view.steps], width, is_horizontal=True, font_size=_FONT_SIZE)
-    left = max(rows.length, text_width("step", _FONT_SIZE)) + 12
-    body = Bbox.from_bounds(left, 10, width * len(view.steps), height * len(names))
-    canvas = Canvas(max(body.x1, left + _WIDTH) + 24, body.y1 + 2 * LINE + 34)
+    cell = max(1, round(_WIDTH / len(view.steps))), max(2, min(24, _HEIGHT // len(names)))
+    return _draw_cells(names, [str(step) for step in view.steps], indices, cell, scale, palette(view.quantity), "step")
+
+
+def draw_matrix(
+    values: NDArray[np.float64],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    *,
+    limits: tuple[float, float] | None = None,
+    title: str = "",
+) -> NotebookFigure:
+    """Return the picture of a matrix, its first row on top, with a legend below.
+
+    Rows and columns are labelled where there is space.
+    Zero and numbers that are not finite have colours of their own, as in a heat map.
+    The scale is linear between `limits`; without limits it is logarithmic where :func:`is_logarithmic` says so.
+
+    Parameters
+    ----------
+    values : ndarray
+        (row, column); neither is empty.
+    rows, columns : sequence of str
+        Names.
+    limits : (float, float), optional
+        Ends of the scale.
+    title : str
+        Text above the picture.
+    """
+    finite = values[np.isfinite(values) & (values != 0)]
+    is_log = finite.size and (values[np.isfinite(values)] >= 0).all() and is_logarithmic(finite.min(), finite.max())
+    quantity = Quantity(scale="log" if is_log else "linear")
+    scale = ColourScale.of(quantity, values) if limits is None else ColourScale("linear", *limits)
+    height = max(1, min(24, 420 // len(rows)))
+    cell = max(1, max(512, len(rows) * height * 5 // 4) // len(columns)), height
+    return _draw_cells(rows, columns, scale.indices(values), cell, scale, palette(quantity), title=title)
+
+
+def _draw_cells(
+    rows: Sequence[str],
+    columns: Sequence[str],
+    indices: NDArray[np.uint8],
+    cell: tuple[int, int],
+    scale: ColourScale,
+    colours: NDArray[np.uint8],
+    corner: str = "",
+    title: str = "",
+) -> NotebookFigure:
+    """Return a picture of cells in colours, of some width and height in pixels, with labels and a legend.
+
+    Texts are never read as formulas: matplotlib's parser of formulas must not run in two threads at a time.
+    """
+    width, height = cell
+    row_labels, column_labels = Labels(rows, height), Labels(columns, width, is_horizontal=True)
+    left = max(row_labels.length, text_width(corner)) + 12
+    body = Bbox.from_bounds(left, 34 if title else 10, width * len(columns), height * len(rows))
+    end = body.y1 + max(column_labels.length, LINE)
+    canvas = Canvas(max(body.x1, left + _WIDTH) + 24, end + LINE + 34)
     canvas.add_image(colours[indices], body)
-    for row, label in rows.shown():
-        y = body.y0 + (row + 0.5) * height
-        canvas.add_text(body.x0 - 5, y, label, ha="right", va="center_baseline", fontsize=_FONT_SIZE)
-    canvas.add_text(body.x0 - 5, body.y1 + 5, "step", ha="right", va="top", fontsize=_FONT_SIZE)
-    for column, label in columns.shown():
+    for row, label in row_labels.shown():
+        canvas.add_text(body.x0 - 5, body.y0 + (row + 0.5) * height, label, ha="right", va="center_baseline")
+    for column, label in column_labels.shown():
         x = body.x0 + (column + 0.5) * width
-        canvas.add_text(x, body.y1 + 5, label, ha="center", va="top", fontsize=_FONT_SIZE)
-    _add_legend(canvas, body.y1 + LINE + 12, scale, colours, indices)
+        canvas.add_text(x, body.y1 + 5, label, ha="center", va="top", rotation=column_labels.rotation)
+    canvas.add_text(body.x0 - 5, body.y1 + 5, corner, ha="right", va="top")
+    canvas.add_text(body.x0, 10, printable(title), va="top")
+    _add_legend(canvas, end + 12, scale, colours, indices)
     return canvas.picture
-
-
-def _with_alpha(colours: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return np.concatenate([colours, np.full((len(colours), 1), 255, np.uint8)], axis=1)
 
 
 def _add_legend(
@@ -193,16 +237,16 @@ def _add_legend(
         f"{'≤ ' if scale.is_cut else ''}{scale.low:.3g}",
         f"{scale.high:.3g}" + (" (log)" if scale.type == "log" else ""),
     )
-    canvas.add_text(x, y, ends[0], va="top", fontsize=_FONT_SIZE)
-    x += text_width(ends[0], _FONT_SIZE) + 6
+    canvas.add_text(x, y, ends[0], va="top")
+    x += text_width(ends[0]) + 6
     canvas.add_image(colours[np.arange(COLOURS)[None]], Bbox.from_bounds(x, y, _BAR, 12))
-    canvas.add_text(x + _BAR + 6, y, ends[1], va="top", fontsize=_FONT_SIZE)
+    canvas.add_text(x + _BAR + 6, y, ends[1], va="top")
     x, y = 12.0, y + LINE + 4
     for number, text in _SPECIAL:
         if (indices == number).any():
             canvas.add_image(colours[[[number]]], Bbox.from_bounds(x, y, 12, 12))
-            canvas.add_text(x + 17, y, text, va="top", fontsize=_FONT_SIZE)
-            x += text_width(text, _FONT_SIZE) + 32
+            canvas.add_text(x + 17, y, text, va="top")
+            x += text_width(text) + 32
 
 
 def grouped(view: HeatmapView, most: int = _MOST_ROWS) -> tuple[tuple[str, ...], Values, Known]:
@@ -240,112 +284,3 @@ def _merged(values: Values, known: Known, type_name: str) -> Values:
         median[usable] = np.nanmedian(np.where(known, values, np.nan)[:, usable], axis=0)
         largest = np.where((known & (values == 0)).any(axis=0), 0.0, median)
     return np.where(broken, math.nan, largest)
-
-
-_NONFINITE = (230, 0, 60, 255)  # a colour that the colour map lacks
-_MISSING = (226, 230, 238, 255)
-
-
-def draw_matrix(
-    values: NDArray[np.float64],
-    rows: Sequence[str],
-    columns: Sequence[str],
-    *,
-    known: NDArray[np.bool_] | None = None,
-    limits: tuple[float, float] | None = None,
-    title: str = "",
-) -> NotebookFigure:
-    """Return the picture of a matrix, its first row on top.
-
-    Rows and columns are labelled where there is space.
-    Values that are not finite are red, missing ones grey.
-    The scale is linear between `limits`; without limits it is logarithmic where :func:`is_logarithmic` says so.
-    Texts are never read as formulas: matplotlib's parser of formulas must not run in two threads at a time.
-
-    Parameters
-    ----------
-    values : ndarray
-        (row, column); neither is empty.
-    rows, columns : sequence of str
-        Names.
-    known : ndarray, optional
-        (row, column), whether there is a value.
-    limits : (float, float), optional
-        Ends of the scale.
-    title : str
-        Text above the picture.
-    """
-    shares, ends = scaled(values if known is None else np.where(known, values, math.nan), limits)
-    height = max(1, min(24, 420 // len(rows)))
-    width = max(1, max(512, len(rows) * height * 5 // 4) // len(columns))
-    row_labels = Labels(rows, height)
-    column_labels = Labels(columns, width, is_horizontal=True)
-    left, top = row_labels.length + 12, 34 if title else 10
-    body = Bbox.from_bounds(left, top, width * len(columns), height * len(rows))
-    canvas = Canvas(body.x1 + 96, body.y1 + max(column_labels.length, LINE) + 14)
-    canvas.add_image(_colours(shares, known), body)
-    for row, label in row_labels.shown():
-        canvas.add_text(body.x0 - 5, body.y0 + (row + 0.5) * height, label, ha="right", va="center_baseline")
-    for column, label in column_labels.shown():
-        x = body.x0 + (column + 0.5) * width
-        canvas.add_text(x, body.y1 + 5, label, ha="center", va="top", rotation=column_labels.rotation)
-    if title:
-        canvas.add_text(body.x0, 10, printable(title), va="top", fontsize=11)
-    _add_scale(canvas, body, ends, limits is None)
-    return canvas.picture
-
-
-def scaled(
-    values: NDArray[np.float64], limits: tuple[float, float] | None = None
-) -> tuple[NDArray[np.float64], tuple[float, float] | None]:
-    """Return the places of `values` between the ends of the scale, in [0, 1], and the ends.
-
-    Values that are not finite become NaN; if there is no finite value and no limit, there are no ends.
-
-    Examples
-    --------
-    >>> scaled(np.array([[1.0, 2.0, 3.0]]))
-    (array([[0. , 0.5, 1. ]]), (1.0, 3.0))
-    >>> scaled(np.array([[0.01, 1.0, 100.0]]))
-    (array([[0. , 0.5, 1. ]]), (0.01, 100.0))
-    >>> scaled(np.array([[0.01, 1.0, 100.0]]), (0.0, 100.0))[0].round(2)
-    array([[0.  , 0.01, 1.  ]])
-    """
-    values = np.where(np.isfinite(values), bounded(values), math.nan)
-    if limits is not None:
-        return _shares(values, *limits), limits
-    finite = values[~np.isnan(values)]
-    if not finite.size:
-        return values, None
-    low, high = float(finite.min()), float(finite.max())
-    # Zeros have no logarithm: they are shown as the least positive value.
-    least = float(finite[finite > 0].min()) if low == 0 < high else low
-    if is_logarithmic(least, high):
-        return _shares(np.log(np.maximum(values, least)), math.log(least), math.log(high)), (least, high)
-    return _shares(values, low, high), (low, high)
-
-
-def _shares(values: NDArray[np.float64], low: float, high: float) -> NDArray[np.float64]:
-    return (values - low) / ((high - low) or 1.0)
-
-
-def _colours(shares: NDArray[np.float64], known: NDArray[np.bool_] | None = None) -> NDArray[np.uint8]:
-    """Return the colours (row, column, 4)."""
-    colours: NDArray[np.uint8] = mpl.colormaps["viridis"](shares, bytes=True)
-    colours[np.isnan(shares)] = _NONFINITE
-    if known is not None:
-        colours[~known] = _MISSING
-    return colours
-
-
-def _add_scale(canvas: Canvas, body: Bbox, ends: tuple[float, float] | None, is_automatic: bool) -> None:
-    """Add the colours of the scale, with its ends, at the right of the body."""
-    x = body.x1 + 14
-    if ends is None:
-        canvas.add_text(x, body.y0, "not finite", va="top", color="#e6003c")
-        return
-    canvas.add_image(_colours(np.linspace(1, 0, 256)[:, None]), Bbox.from_extents(x, body.y0, x + 12, body.y1))
-    canvas.add_text(x + 17, body.y0, f"{ends[1]:.3g}", va="top")
-    canvas.add_text(x + 17, body.y1, f"{ends[0]:.3g}", va="bottom")
-    if is_automatic and is_logarithmic(*ends):
-        canvas.add_text(x, body.y1 + 5, "log scale", va="top")
