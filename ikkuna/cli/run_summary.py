@@ -90,11 +90,10 @@ def text_heatmap(
     values: NDArray[np.float64],
     present: NDArray[np.bool_],
     terminal: Terminal,
-    rows: int = _ROWS,
     classes: Sequence[str] | None = None,
     worse: int = 0,
 ) -> list[str]:
-    """Return the lines of a heat map; of more than `rows` modules those that differ most from the others are shown.
+    """Return the lines of a heat map; of more than 16 modules those that differ most from the others are shown.
 
     Parameters
     ----------
@@ -106,8 +105,6 @@ def text_heatmap(
         Which values are there.
     terminal : Terminal
         Decides about the width and the characters.
-    rows : int
-        The largest number of lines.
     classes, worse : sequence of str, int
         See `unusual_rows`.
     """
@@ -116,8 +113,8 @@ def text_heatmap(
     there = np.where(present, values, np.nan)
     there[bad] = 0.0
     cells = _binned(there, bad, width, 1)
-    if len(names) > rows:
-        shown = np.sort(np.argsort(-unusual_rows(cells, classes, worse), kind="stable")[:rows])
+    if len(names) > _ROWS:
+        shown = np.sort(np.argsort(-unusual_rows(cells, classes, worse), kind="stable")[:_ROWS])
         names, cells = [names[i] for i in shown], cells[shown]
     low, high = _limits(cells)
     return [

@@ -9,6 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 _SCALE = 1.4826  # the standard deviation over the median absolute deviation, for normal data
+_WINDOW, _LEAST = 20, 5  # values of a band
+_WIDTH, _TOLERANCE = (
+    8.0,
+    0.05,
+)  # of a band: in robust standard deviations, and the relative change that is never outside
 
 
 class Band(NamedTuple):
@@ -27,32 +32,23 @@ class Band(NamedTuple):
     median: NDArray[np.float64]
 
 
-def running_band(
-    values: NDArray[np.float64], window: int = 20, width: float = 8.0, least: int = 5, tolerance: float = 0.05
-) -> Band:
+def running_band(values: NDArray[np.float64]) -> Band:
     r"""Compare each value of a series with the band of the values before it.
 
-    The band of :math:`x_t` is made of the last `window` values before it that were inside their own bands,
+    The band of :math:`x_t` is made of the last 20 values before it that were inside their own bands,
     so that the beginning of a change does not become usual:
 
-    .. math:: d_t = |x_t - m_t| / h_t, \quad h_t = \max(w \cdot 1.4826 \, \mathrm{MAD}_t, \; 2 \max_i |x_i - m_t|, \; \tau |m_t|)
+    .. math:: d_t = |x_t - m_t| / h_t, \quad h_t = \max(8 \cdot 1.4826 \, \mathrm{MAD}_t, \; 2 \max_i |x_i - m_t|, \; 0.05 |m_t|)
 
     with the median :math:`m`, the median absolute deviation MAD, and :math:`x_i` in the band; the second term is for values that
     are mostly equal.  Positive series are compared as logarithms, where
-    :math:`\tau` replaces :math:`\tau |m_t|`.  After `window` values in a row outside the band begins anew with these.
+    0.05 replaces :math:`0.05 |m_t|`.  After 20 values in a row outside the band begins anew with these.
+    A band needs 5 values.
 
     Parameters
     ----------
     values : ndarray (steps,)
         The series.
-    window : int
-        The number of values of a band.
-    width : float
-        :math:`w`, the number of robust standard deviations between the median and the end of the band.
-    least : int
-        The number of values that a band needs.
-    tolerance : float
-        :math:`\tau`, the relative change that is never outside.
 
     Examples
     --------
@@ -67,13 +63,13 @@ def running_band(
     usual: list[float] = []
     away: list[float] = []
     for i, value in enumerate(shown.tolist()):
-        if len(usual) >= least:
-            band = usual[-window:]
+        if len(usual) >= _LEAST:
+            band = usual[-_WINDOW:]
             middle = median(band)
             medians[i] = math.exp(middle) if is_positive else middle
             away_usually = [abs(each - middle) for each in band]
-            half = max(width * _SCALE * median(away_usually), 2 * max(away_usually))
-            half = max(half, tolerance if is_positive else tolerance * abs(middle))
+            half = max(_WIDTH * _SCALE * median(away_usually), 2 * max(away_usually))
+            half = max(half, _TOLERANCE if is_positive else _TOLERANCE * abs(middle))
             difference = abs(value - middle) if finite[i] else math.inf
             distance[i] = difference / half if half else (math.inf if difference else 0.0)
         if not finite[i]:
@@ -83,7 +79,7 @@ def running_band(
             away = []
         else:
             away.append(value)
-            if len(away) >= window:
+            if len(away) >= _WINDOW:
                 usual, away = away, []
     return Band(distance, medians)
 

@@ -11,6 +11,8 @@ from ikkuna.store.finding import Finding
 from ikkuna.store.quantity import NEUTRAL, Quantity
 from ikkuna.store.sparkline import reduced_curve
 
+_POINTS = 400  # of a curve
+
 
 def reduced_matrix(
     steps: NDArray[np.int64], values: NDArray[np.float64], present: NDArray[np.bool_], columns: int
@@ -95,7 +97,6 @@ def chart_of(
     findings: Sequence[Finding] = (),
     lines: Sequence[tuple[float, str]] = (),
     within: tuple[float, float] = (-math.inf, math.inf),
-    points: int = 400,
 ) -> ReportChart:
     """Return the chart of curves over steps.
 
@@ -119,8 +120,6 @@ def chart_of(
         Values that are marked by a line with a label, such as the loss of a guess.
     within : (float, float)
         The steps to show.
-    points : int
-        The largest number of points of a curve.
 
     Examples
     --------
@@ -133,7 +132,7 @@ def chart_of(
         begin, end = np.searchsorted(curve.steps, [within[0], within[1]], "left").tolist()
         part = slice(max(begin - 1, 0), end + 1)  # a point on either side, so that the lines reach the edges
         shown.append(
-            ReportCurve(curve.name, *reduced_curve(curve.steps[part], curve.values[part], points), curve.colour)
+            ReportCurve(curve.name, *reduced_curve(curve.steps[part], curve.values[part], _POINTS), curve.colour)
         )
     values = np.concatenate([each.values for each in shown] or [np.empty(0)])
     finite = values[np.isfinite(values)]

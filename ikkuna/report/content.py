@@ -14,6 +14,8 @@ from ikkuna.store import StoredRun
 from ikkuna.store.quantity import NEUTRAL, Quantity, network_order
 from ikkuna.store.run_directory import stored_facts
 
+_TIMES = 100
+
 
 @dataclass
 class RunContent:
@@ -126,13 +128,13 @@ def _guesses(contents: Sequence[RunContent], kind: str) -> list[tuple[float, str
     return [(math.log(classes), f"a guess: ln {classes} = {math.log(classes):.3g}") for classes in sorted(found)]
 
 
-def wall_times(run: StoredRun, points: int = 100) -> list[tuple[int, float]]:
+def wall_times(run: StoredRun) -> list[tuple[int, float]]:
     """Return steps with the seconds since the first value was written, from the longest series of the training."""
     longest = max((s for s in run.all_series if s.pass_name == "training"), key=run.size, default=None)
     if longest is None or not run.size(longest):
         return []
     steps, _, times = run.series(longest.kind, longest.name)
-    chosen = np.unique(np.linspace(0, len(steps) - 1, points).astype(int))
+    chosen = np.unique(np.linspace(0, len(steps) - 1, _TIMES).astype(int))
     return [(int(steps[i]), round(float(times[i] - times[0]), 1)) for i in chosen.tolist()]
 
 

@@ -188,18 +188,12 @@ def _middle(table: KindTable, row: int) -> float:
     return float(np.median(others)) if len(others) else math.nan
 
 
-def spread_chart(
-    table: KindTable, findings: Findings, within: tuple[float, float] = (-math.inf, math.inf)
-) -> ReportChart | None:
+def spread_chart(table: KindTable, findings: Findings) -> ReportChart | None:
     """Return a chart with the spread over modules: minimum, quartiles, median and maximum; ``None`` for fewer than three."""
-    if len(table.names) < 3:
+    if len(table.names) < 3 or not len(table.steps):
         return None
-    begin, end = np.searchsorted(table.steps, [within[0], within[1]], "left").tolist()
-    steps, values = table.steps[begin : end + 1], table.values[:, begin : end + 1]
-    if not len(steps):
-        return None
-    chosen = np.unique(np.linspace(0, len(steps) - 1, _SPREAD_STEPS).astype(int))
-    steps, values = steps[chosen], values[:, chosen]
+    chosen = np.unique(np.linspace(0, len(table.steps) - 1, _SPREAD_STEPS).astype(int))
+    steps, values = table.steps[chosen], table.values[:, chosen]
     with np.errstate(all="ignore"):
         usable = np.isfinite(values).any(axis=0)
         levels = _quartiles(np.where(np.isfinite(values), values, np.nan)[:, usable])

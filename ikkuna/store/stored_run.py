@@ -182,9 +182,9 @@ class StoredRun:
         found = [kind for kind in self.kinds() if any(name is not None for name in self.names(kind))]
         return sorted(found, key=lambda kind: (step_order(kind, self.quantities), kind))
 
-    def passes(self, kind: str | None = None) -> tuple[str, ...]:
+    def passes(self) -> tuple[str, ...]:
         """Return the names of the passes, the training first."""
-        names = {name for found, name in self._index if kind in (None, found)}
+        names = {name for _, name in self._index}
         return tuple(sorted(names, key=lambda name: (name != TRAINING, name)))
 
     def names(self, kind: str, pass_name: str = TRAINING) -> tuple[str | None, ...]:

@@ -141,14 +141,17 @@ def find_producer(
     "the first NaN or Inf was produced by the backward pass of 'a', or of an operation between 'root' and 'a'"
     """
     if found := next((message for message in broken if message.kind in _PARAMETERS), None):
-        return Producer(
-            found,
-            f"NaN or Inf already present when this step began: {_name(found)} ({_when(found.global_step, latest)})",
-        )
+        place, when = f"{found.kind} of {found.series_name!r}", _when(found.global_step, latest)
+        return Producer(found, f"NaN or Inf already present when this step began: {place} ({when})")
     message, before = events[first], events[:first]
-    find = _FINDERS.get(message.kind, _of_module)
-    producer, operation = find(message, before)
-    return Producer(producer, f"the first NaN or Inf was produced by {operation}")
+    if message.kind == "layer_inputs":
+        operation = _before_input(message, before)
+    elif message.kind == "layer_gradients":
+        message, operation = _of_gradient(message, before)
+    else:
+        text = _OPERATIONS.get(message.kind, "the forward pass of {name!r}")
+        operation = text.format(kind=message.kind, name=message.series_name)
+    return Producer(message, f"the first NaN or Inf was produced by {operation}")
 
 
 def _when(step: int, latest: int | None) -> str:
@@ -160,26 +163,10 @@ def _when(step: int, latest: int | None) -> str:
     return f"changed after step {latest}, the last one that was sampled before; every=1 samples the step of the change"
 
 
-def _name(message: Message) -> str:
-    return f"{message.kind} of {message.series_name!r}"
-
-
-def _of_data(message: Message, before: Sequence[Message]) -> tuple[Message, str]:
-    return message, "the input data"
-
-
-def _of_loss(message: Message, before: Sequence[Message]) -> tuple[Message, str]:
-    return message, "the loss function"
-
-
-def _of_module(message: Message, before: Sequence[Message]) -> tuple[Message, str]:
-    return message, f"the forward pass of {message.series_name!r}"
-
-
-def _of_input(message: Message, before: Sequence[Message]) -> tuple[Message, str]:
+def _before_input(message: Message, before: Sequence[Message]) -> str:
     last = next((m for m in reversed(before) if m.kind == "activations"), None)
     start = f"{last.series_name!r}" if last is not None else "the beginning of the step"
-    return message, f"an operation outside all modules, between {start} and the call of {message.series_name!r}"
+    return f"an operation outside all modules, between {start} and the call of {message.series_name!r}"
 
 
 def _of_gradient(message: Message, before: Sequence[Message]) -> tuple[Message, str]:
@@ -192,27 +179,14 @@ def _of_gradient(message: Message, before: Sequence[Message]) -> tuple[Message, 
     return last, f"the backward pass of {last.series_name!r}, or of {between}"
 
 
-def _of_micro_gradient(message: Message, before: Sequence[Message]) -> tuple[Message, str]:
-    return message, f"the backward pass of {message.series_name!r}, in the gradient of its parameter"
-
-
-def _of_final_gradient(message: Message, before: Sequence[Message]) -> tuple[Message, str]:
-    return message, f"accumulation, unscaling or clipping of the gradients, at {_name(message)}"
-
-
-def _of_update(message: Message, before: Sequence[Message]) -> tuple[Message, str]:
-    return message, f"the optimizer, in its step of {_name(message)}"
-
-
-_FINDERS = {
-    "input_data": _of_data,
-    "loss": _of_loss,
-    "layer_inputs": _of_input,
-    "layer_gradients": _of_gradient,
-    **dict.fromkeys(MICRO_KINDS, _of_micro_gradient),
-    **dict.fromkeys(_FINAL_GRADIENTS, _of_final_gradient),
-    **dict.fromkeys(("weight_updates", "bias_updates"), _of_update),
+_OPERATIONS = {
+    "input_data": "the input data",
+    "loss": "the loss function",
+    **dict.fromkeys(MICRO_KINDS, "the backward pass of {name!r}, in the gradient of its parameter"),
+    **dict.fromkeys(_FINAL_GRADIENTS, "accumulation, unscaling or clipping of the gradients, at {kind} of {name!r}"),
+    **dict.fromkeys(("weight_updates", "bias_updates"), "the optimizer, in its step of {kind} of {name!r}"),
 }
+"""The operations that are known from the kind of the first non-finite tensor."""
 
 
 log = logging.getLogger("ikkuna")

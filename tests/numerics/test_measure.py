@@ -14,7 +14,7 @@ from ikkuna.numerics.elements import CHUNK, flatten, readable
 from ikkuna.numerics.statistics import FIELDS, native, needed_fields
 from ikkuna.numerics.statistics.device import DeviceStatistics, operators
 from ikkuna.numerics.statistics.device.buffers import CodeCounts
-from ikkuna.numerics.statistics.device.kernel_statistics import KernelStatistics
+from ikkuna.numerics.statistics.device.statistics import KernelStatistics
 from ikkuna.numerics.statistics.device.triton_launcher import TritonKernels
 from ikkuna.numerics.statistics.host import HostStatistics
 from ikkuna.numerics.statistics.record import record_of
