@@ -208,6 +208,11 @@ class Judge:
         self._has_standing_changed = True
         self._reported: Mapping[str, Finding] = {}
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether there are :meth:`events`."""
+        return self._has_standing_changed or self._list.causes is not self._reported
+
     def events(self) -> list[dict[str, Any]]:
         """Return how the findings have changed since the last call, as events, see `ikkuna.diagnosis.stored_findings`."""
         found: list[dict[str, Any]] = []

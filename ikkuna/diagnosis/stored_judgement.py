@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,12 @@ from ikkuna.store.append_file import ReplacedEnd
 from ikkuna.store.names import Series, SeriesGroup
 from ikkuna.store.values import ModuleEntry
 from ikkuna.store.writer import FileWriter
+
+ReadValues = tuple[SeriesGroup, NDArray[np.float64], int]
+"""Values that rules have read: of which series, and at which step they were published."""
+
+JudgedStep = tuple[int, list[ReadValues]]
+"""A step that was judged, and what the rules have read since the one before."""
 
 
 class _EventsFormat:
@@ -39,7 +45,7 @@ def _line(fields: dict[str, object]) -> bytes:
 class JudgementBackend(FileBackend):
     """Write ``findings.*.jsonl`` and ``rule_values.*.f64``, with the acknowledgement of all files of values.
 
-    A page of text is an event, a group of numbers is what rules have read, and a single number ends a judged step.
+    A page of text is an event.
     The formats are those of `ikkuna.diagnosis.stored_findings` and `ikkuna.diagnosis.stored_values`.
     """
 
@@ -49,7 +55,6 @@ class JudgementBackend(FileBackend):
         super().__init__()
         self._values_format = RuleValuesFormat()
         self._block: list[bytes] = []
-        self._entries: list[bytes] = []
         self._lines: list[str] = []
         self._lost = 0
 
@@ -64,16 +69,22 @@ class JudgementBackend(FileBackend):
         """Add the modules."""
         self._block.append(self._values_format.modules(modules))
 
-    def add_group(self, group: SeriesGroup, values: NDArray[np.float64], step: int) -> None:
-        """Add values that rules read."""
-        self._block.append(self._values_format.group(group))
-        self._entries.append(self._values_format.entry(group, values, step))
-        self._values += len(values)
+    def add_judged(self, steps: Iterable[JudgedStep]) -> None:
+        """Add judged steps, with what the rules have read of each."""
+        made = self._values_format
+        for step, read in steps:
+            entries = []
+            for group, values, at in read:
+                self._block.append(made.group(group))
+                entries.append(made.entry(group, values, at))
+                self._values += len(values)
+            self._block.append(made.step(step, entries))
 
     def add_scalar(self, series: Series, value: float, step: int) -> None:
-        """End a judged step."""
-        self._block.append(self._values_format.step(step, self._entries))
-        self._entries = []
+        """Add a step of which the rules have read this value alone."""
+        self.add_judged(
+            [(step, [(SeriesGroup(series.kind, (series.name,), series.pass_name), np.array([value]), step)])]
+        )
 
     def add_text(self, title: str, text: str, step: int) -> None:
         """Add an event, which is JSON."""

@@ -15,7 +15,7 @@ from ikkuna.diagnosis.judge import LOSS_BETWEEN
 from ikkuna.diagnosis.mistakes import ENDED_BY_EXCEPTION, EXPLAINS
 from ikkuna.diagnosis.recorded_preflight import RecordedPreflight
 from ikkuna.diagnosis.stored_findings import event_text
-from ikkuna.diagnosis.stored_judgement import JudgementBackend
+from ikkuna.diagnosis.stored_judgement import JudgedStep, JudgementBackend, ReadValues
 from ikkuna.distributed.rendezvous import World
 from ikkuna.errors import ConfigError, ConfigTypeError, StopTraining, unknown_name
 from ikkuna.metrics.bus.bus import Handle, MessageBus
@@ -180,7 +180,8 @@ class RuleSubscriber(Subscriber):
         self.preflight: RecordedPreflight | None = None
         self._store = JudgementBackend() if any(map(_writes_files, self.backends)) else None
         self._groups: dict[tuple[str, str | None, str], SeriesGroup] = {}
-        self._kept: list[tuple[SeriesGroup, NDArray[np.float64], int]] = []  # values that are not stored yet
+        self._kept: list[ReadValues] = []  # in the open step
+        self._judged: list[JudgedStep] = []  # steps that are not stored yet
 
     def _reads(self, stamp: Stamp) -> bool:
         """Return whether the series that have a value in every step are read at a step."""
@@ -248,7 +249,9 @@ class RuleSubscriber(Subscriber):
             self._add_loss(stamp, loss)
             if self._reads(stamp):
                 self._add_groups(stamp.global_step, {"learning_rates": dict(zip(block.names, rates, strict=True))})
-            self.finish(stamp)
+            if self._reads(stamp) or self.judge.is_urgent:
+                self._end_step(stamp, is_stored=False)
+        self._store_steps(stamp)
 
     def _add_loss(self, stamp: Stamp, loss: float) -> None:
         group = _LOSS if self._reads(stamp) else _LOSS_BETWEEN
@@ -310,12 +313,19 @@ class RuleSubscriber(Subscriber):
         StopTraining
             If `stop` asks for it.
         """
-        if not (self._reads(stamp) or self.judge.is_urgent):
-            return
+        if self._reads(stamp) or self.judge.is_urgent:
+            self._end_step(stamp)
+
+    def _end_step(self, stamp: Stamp, is_stored: bool = True) -> None:
+        """Judge a step, store it unless that can wait until the end of a block, and act on the new findings."""
         judged = [*self._check_first_step(stamp.global_step), *self.judge.finish_step(stamp.global_step)]
         if (run := getattr(self._host, "run", None)) is not None:
             self._mute = self._muted_first | run.control.mute  # by another process
-        self._store_step(stamp)
+        if self._kept:
+            self._judged.append((stamp.global_step, self._kept))
+            self._kept = []
+        if is_stored or self.judge.has_changed:
+            self._store_steps(stamp)
         found = [each for each in judged if not is_muted(each, self._mute)]
         for finding in found:
             self._act(finding, stamp)
@@ -337,7 +347,7 @@ class RuleSubscriber(Subscriber):
         """Add a finding that no rule makes and no step ends, store it, and act on it."""
         added = self.judge.add_finding(finding, stamp.global_step)
         if added is not None and not is_muted(added, self._mute):
-            self._store_step(stamp)
+            self._store_steps(stamp)
             self._act(added, stamp)
 
     def _check_first_step(self, step: int) -> list[Finding]:
@@ -347,17 +357,16 @@ class RuleSubscriber(Subscriber):
         heard = [finding for finding in self.preflight.findings() if not is_muted(finding, self._mute)]
         return [added for finding in heard if (added := self.judge.add_finding(finding, step)) is not None]
 
-    def _store_step(self, stamp: Stamp) -> None:
-        """Store the end of the judged step, and how it has changed the findings."""
+    def _store_steps(self, stamp: Stamp) -> None:
+        """Store the judged steps, and how they have changed the findings."""
+        steps, self._judged = self._judged, []
         if self._store is None or self._host is None:
             return
         events, step = self.judge.events(), stamp.global_step
-        kept, self._kept = self._kept, []
-        if not (events or kept) or (run := self._host.open_run()) is None:
+        if not (events or steps) or (run := self._host.open_run()) is None:
             return
-        if kept:
-            run.add_all([("add_group", each, None) for each in kept], step, (self._store,))
-            run.show(_JUDGED, 1.0, step, (self._store,))
+        if steps:
+            run.add_all([("add_judged", (steps,), None)], step, (self._store,))
         note = "" if self.preflight is None else self.preflight.note
         for event in events:
             told = {**event, "note": note, "mute": sorted(self._muted_first)} if event["event"] == "judged" else event

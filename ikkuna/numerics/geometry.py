@@ -19,6 +19,7 @@ from ikkuna.errors import ConfigError
 from ikkuna.numerics.elements import CHUNK, flatten, has_float64, readable, widest_float, without_repeats
 
 _DEVICE_CHUNK = 1 << 22
+_FEW = 4096
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -67,21 +68,25 @@ def spread_elements(x: Tensor, number: int) -> Tensor | None:
     Returns
     -------
     Tensor or None
-        1-d, of the dtype of what `ikkuna.numerics.elements.readable` returns.  ``None`` for a sparse tensor, and for one without numbers.
+        1-d, float64 (float32 on a device without float64).  ``None`` for a sparse tensor, and for one without numbers.
 
     Examples
     --------
     >>> spread_elements(torch.arange(12.0).reshape(3, 4), 5)
-    tensor([0., 3., 6., 9.])
+    tensor([0., 3., 6., 9.], dtype=torch.float64)
     """
-    read = readable(x.detach())
-    if read is None or read[1]:
-        return None
-    flat = read[0].reshape(-1)
+    x = x.detach()
+    if type(x) is not Tensor or x.layout is not torch.strided or not x.is_floating_point() or x.element_size() == 1:
+        read = readable(x)
+        if read is None or read[1]:
+            return None
+        flat = read[0].reshape(-1)
+    else:
+        flat = x.reshape(-1)
     distance, last = max(1, math.ceil(len(flat) / number)), x.shape[-1] if x.ndim else 1
     while math.gcd(distance, last) > 1:
         distance += 1
-    return flat[::distance].clone()
+    return flat[::distance].to(widest_float(flat), copy=True)
 
 
 def squared_norm(a: Tensor) -> Tensor:
@@ -157,7 +162,7 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
     x, y = _wide(x), _wide(y)
     if not has_float64(x.device):
         return torch.dot(x, y)
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or x.numel() <= _FEW:  # the conversion costs less than a look at the result
         return torch.dot(x.double(), y.double())
     value = torch.dot(x, y) if x.dtype is y.dtype else torch.dot(x.double(), y.double())
     in_range = 1e-30 * x.numel() < value.abs() < 1e38
@@ -165,8 +170,8 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _add(parts: Iterable[Tensor], like: Tensor) -> Tensor:
-    stacked = torch.stack(list(parts))
-    return stacked.sum(dtype=torch.float64 if has_float64(like.device) else torch.float32)
+    dtype, found = torch.float64 if has_float64(like.device) else torch.float32, list(parts)
+    return found[0].to(dtype) if len(found) == 1 else torch.stack(found).sum(dtype=dtype)
 
 
 def distance(a: Tensor, b: Tensor) -> Tensor:

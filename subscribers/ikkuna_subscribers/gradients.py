@@ -524,7 +524,7 @@ class LossChangeBoundSubscriber(PlotSubscriber):
         if before is None or (before.shape, before.device) != (found.shape, found.device):
             return None
         size: int = message.data.numel()
-        return dot(gradient, found - before).reshape(1) * (size / max(len(found), 1))
+        return torch.dot(gradient, found - before).reshape(1) * (size / max(len(found), 1))
 
     def compute_step(self, step: MeasuredStep) -> None:
         """Emit the bound of the whole network."""

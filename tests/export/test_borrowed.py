@@ -8,7 +8,14 @@ import torch
 from torch import nn
 
 from ikkuna.export import Exporter
-from ikkuna.export.subscriber import CallbackSubscriber, MeanSubscriber, MinMaxSubscriber, NormSubscriber, Subscriber
+from ikkuna.export.subscriber import (
+    CallbackSubscriber,
+    HistogramSubscriber,
+    MeanSubscriber,
+    MinMaxSubscriber,
+    NormSubscriber,
+    Subscriber,
+)
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
 from ikkuna.numerics.statistics.native import library
 from ikkuna.numerics.statistics.native.hook_functions import hook_functions
@@ -68,6 +75,51 @@ def test_a_row_does_not_change_with_the_tensor_it_was_made_of(bus):
         "activations_first": -3.0,
         "weights_first": -1.0,
     }
+
+
+class Reading(Subscriber):
+    """Reads tensors itself, and may change one of them."""
+
+    def __init__(self, kind, changes=None, **options):
+        super().__init__(kind, publishes=f"{kind}_read", **options)
+        self.changes, self.row = changes, torch.zeros(1, dtype=torch.float64)
+
+    def measure(self, message):
+        if message.series_name == self.changes:
+            message.data.add_(1)
+        self.row.fill_(message.data.double().sum().item())
+        return self.row  # of which a copy is kept
+
+    def compute(self, message):
+        self.emit(message, message.data[0])
+
+
+@pytest.mark.parametrize("others", [(NormSubscriber,), (NormSubscriber, HistogramSubscriber), ()])
+def test_parameters_are_measured_by_subscribers_and_by_kernels_in_one_step(bus, others):
+    """Whether the kernels measure them as well, only read them, or leave them to Python."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    before = {
+        f"{i}{name}": p.double().sum().item()
+        for i in (0, 1)
+        for name, p in (("", model[i].weight), (".b", model[i].bias))
+    }
+    recording, kinds = RecordingBackend(), ("weights", "biases", "weight_gradients", "bias_gradients_unclipped")
+    shared = [cls(kind, backend=recording) for cls in others for kind in kinds]
+    train(bus, model, *shared, *(Reading(kind, backend=recording) for kind in kinds), steps=1)
+    found = {(s.kind, s.name): value for s, value, _ in recording.values if s.kind.endswith("_read")}
+    assert len(found) == 8
+    assert found["weights_read", "0"] == pytest.approx(before["0"], rel=1e-6)
+    assert found["biases_read", "1"] == pytest.approx(before["1.b"], rel=1e-6)
+
+
+@pytest.mark.parametrize("others", [(NormSubscriber,), ()])
+def test_a_subscriber_that_changes_a_parameter_is_disabled(bus, others, caplog):
+    model, recording = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), RecordingBackend()
+    shared = [cls("weights", backend=recording) for cls in others]
+    health = train(bus, model, *shared, Reading("weights", changes="0", backend="null"), steps=3)
+    assert len(health.disabled) == 1
+    assert "it changed 'weights' of 0 in place" in caplog.text
+    assert len(recording.values) == 6 * len(others)
 
 
 @pytest.mark.host("replaces the copy of a tensor of the host; tests/accelerator has the test of a device")

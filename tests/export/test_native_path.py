@@ -238,7 +238,7 @@ CALLED = (
 LOOPS = (plain, accumulated, together, penalized, with_closure, abandoned, with_a_pause, evaluated, transformed, hooked)
 
 
-def recorded(make, shape, loop, is_native, monkeypatch, more=(), steps=3):
+def recorded(make, shape, loop, is_native, monkeypatch, more=(), steps=3, every=1):
     """Return all values of a training, and the number of calls that were handled in Python."""
     with monkeypatch.context() as patch:
         if not is_native:
@@ -255,7 +255,7 @@ def recorded(make, shape, loop, is_native, monkeypatch, more=(), steps=3):
             exporter.add_modules(model)
             for kind in KINDS:
                 for cls in (NormSubscriber, VarianceSubscriber, MinMaxSubscriber):
-                    exporter.message_bus.register_subscriber(cls(kind, backend=recording, tag=None, subsample=1))
+                    exporter.message_bus.register_subscriber(cls(kind, backend=recording, tag=None, subsample=every))
             for subscriber in more:
                 exporter.message_bus.register_subscriber(subscriber)
             for _ in range(steps):
@@ -290,13 +290,18 @@ def chain(layers):
     return lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
 
 
-def test_the_number_of_calls_in_python_does_not_grow_with_the_number_of_modules(monkeypatch):
-    (_, few, _), (_, many, _) = (recorded(chain(n), (3, 4), plain, True, monkeypatch, steps=4) for n in (3, 30))
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_number_of_calls_in_python_does_not_grow_with_the_number_of_modules(every, monkeypatch):
+    """Nor with the number of steps, between which the hooks may be removed."""
+    (_, few, _), (_, many, _) = (
+        recorded(chain(n), (3, 4), plain, True, monkeypatch, steps=4 * every, every=every) for n in (3, 30)
+    )
     # the first step creates the hooks of the gradients
     assert many - few == 27
 
 
-def test_another_plan_is_measured_by_its_own_fields(monkeypatch):
+@pytest.mark.parametrize("every", [1, 5])
+def test_another_plan_is_measured_by_its_own_fields(every, monkeypatch):
     """Steps with more subscribers, and steps of which nothing is wanted, alternate."""
     found = []
     for is_native in (True, False):
@@ -306,7 +311,7 @@ def test_another_plan_is_measured_by_its_own_fields(monkeypatch):
             CallbackSubscriber("activations", lambda message: None, subsample=3, backend="null"),
             SparsitySubscriber("layer_inputs", subsample=2, backend=recording),
         ]
-        values, _, _ = recorded(*MODELS["mlp"], plain, is_native, monkeypatch, more, steps=7)
+        values, _, _ = recorded(*MODELS["mlp"], plain, is_native, monkeypatch, more, steps=7, every=every)
         found.append((values, [(s.kind, s.name, value, step) for s, value, step in recording.values]))
     assert found[0] == found[1]
     assert len(found[0][1]) == 4 * 3 + 4 * 3

@@ -13,7 +13,6 @@ from ikkuna.observation.hooks.context import HookContext, ObservedSites, in_comp
 from ikkuna.observation.hooks.fast_path import FastPathHooks
 from ikkuna.observation.hooks.forward import ForwardHooks
 from ikkuna.observation.hooks.gradients import LayerGradientHooks
-from ikkuna.observation.hooks.hook import Remove, remove_all
 from ikkuna.observation.hooks.in_graph import CompiledModules, CompilerStance, GraphSwitch, ModuleHook
 from ikkuna.observation.hooks.observed import ObservedHooks
 from ikkuna.observation.rows.plan import Plan, Site
@@ -22,6 +21,44 @@ from ikkuna.support.failures import log
 from ikkuna.support.modules import NamedModule
 
 _NO_SITES = ObservedSites()
+
+
+class _Registration:
+    """A hook that is registered on a module, and can be registered again after it was removed.
+
+    Parameters
+    ----------
+    hook : ModuleHook
+    module : nn.Module
+    is_first : bool
+        Whether it comes before other hooks: that of a root is registered inside the root's own call.
+
+    Attributes
+    ----------
+    guard : RemovableHandle, optional
+        A second hook of the module, which is removed with it.
+    """
+
+    __slots__ = ("_handle", "_is_first", "_module", "guard", "hook")
+
+    def __init__(self, hook: ModuleHook, module: nn.Module, is_first: bool) -> None:
+        self.hook, self._module, self._is_first = hook, module, is_first
+        self.guard: Any = None
+        self._handle = module.register_forward_hook(hook, prepend=is_first)
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self._module._forward_hooks.pop(self._handle.id, None)
+        if self.guard is not None:
+            self.guard.remove()
+
+    def repeat(self) -> None:
+        """Register the hook again, which has no guard; this costs a tenth of a first registration."""
+        hooks: Any = self._module._forward_hooks
+        hooks[self._handle.id] = self.hook
+        if self._is_first:
+            hooks.move_to_end(self._handle.id, last=False)
+
 
 BACKWARD = "backward of a compiled root"
 """The kind of the site to which compiled graphs report backwards; it is no kind of message."""
@@ -74,7 +111,9 @@ class ModuleHooks:
         self._compiled_modules = CompiledModules()
         self._traced: set[str] = set()
         self._installed_for: Plan | None = None
-        self._hooks: dict[str, tuple[ModuleHook, Remove]] = {}
+        self._hooks: dict[str, _Registration] = {}
+        self._complete: tuple[Any, ...] | None = None  # the sites of the plan whose hooks are all registered
+        self._kept: dict[tuple[Any, ...], dict[str, _Registration]] = {}  # the hooks of such plans that were removed
         self._wishes: tuple[Registered, ...] = ()
         self._are_early = False
         forward.root_begins_call, forward.root_has_begun = self.settle, self.remove_early
@@ -91,6 +130,7 @@ class ModuleHooks:
             What is wanted at the next step.
         """
         model, switch = self._context.model, self.switch
+        self._kept.clear()
         if switch is None:
             self.set_sampled(next_step)
             return False
@@ -162,6 +202,9 @@ class ModuleHooks:
         needs_calls = self._context.tracker.is_rootless and "loss" in plan.kinds
         if not (plan.forward or needs_calls):
             return False
+        self._complete = None
+        if not needs_calls and self._repeat(plan):
+            return True
         model, found, kinds = self._context.model, False, [kind in plan.kinds for kind in FORWARD_KINDS]
         may_be_compiled = bool(self._fast_paths.layers) and (
             model.is_compiled or not self._is_settled or in_compiled_call()
@@ -171,7 +214,7 @@ class ModuleHooks:
             self._context.sites.create_numbers(named.name for named in model.modules)
         for named in model.modules:
             known = self._hooks.get(named.name)
-            had = known[0].sites if known else _NO_SITES
+            had = known.hook.sites if known else _NO_SITES
             sites = ObservedSites(
                 *(
                     self._site(plan, kind, named, site) if is_wanted else site
@@ -184,7 +227,18 @@ class ModuleHooks:
                 continue
             self._observe(named, sites, is_root=id(named.module) in roots)
             found = True
+        self._complete = plan.forward_sites
         return found
+
+    def _repeat(self, plan: Plan) -> bool:
+        """Register the hooks again that an earlier step has had for such a plan; return whether there are any."""
+        if self._hooks or (kept := self._kept.get(plan.forward_sites)) is None:
+            return False
+        for name, registration in kept.items():
+            registration.repeat()
+            self._hooks[name] = registration
+        self._complete = plan.forward_sites
+        return True
 
     def _serve(self, plan: Plan) -> bool:
         """Return whether the hooks that are registered are those of a plan."""
@@ -215,14 +269,13 @@ class ModuleHooks:
         for site in filter(None, sites):
             self._context.recorder.index.row(site, "")
         if known := self._hooks.get(named.name):
-            known[0].observe(sites, number)
+            known.hook.observe(sites, number)
             return
         hook = ModuleHook(self._forward, ForwardHooks.module_called, sites, number, self.switch)
-        # the hook of a root comes first, because it is registered inside the root's own call
-        handles: list[Any] = [named.module.register_forward_hook(hook, prepend=is_root)]
-        if self._fast_paths.layers and (guard := self._fast_paths.guard(named.module)) is not None:
-            handles.append(guard)
-        self._hooks[named.name] = hook, remove_all(handles)
+        registration = _Registration(hook, named.module, is_root)
+        if self._fast_paths.layers:
+            registration.guard = self._fast_paths.guard(named.module)
+        self._hooks[named.name] = registration
 
     def _native_function(self, module: nn.Module, sites: ObservedSites) -> Function | None:
         """Return the native function of the hook of a module."""
@@ -244,11 +297,13 @@ class ModuleHooks:
     def forget(self, names: Iterable[str]) -> None:
         """Remove the hooks of modules that are not observed any more."""
         self._installed_for = None
+        self._kept.clear()
         if self._fast_paths.calls:
             self._fast_paths.finish()
+        self._complete = None
         for name in names:
             if (known := self._hooks.pop(name, None)) is not None:
-                known[1]()
+                known.remove()
 
     def remove_lost(self) -> None:
         """Remove hooks that were registered, but not stored, because an exception came between."""
@@ -261,10 +316,19 @@ class ModuleHooks:
     def remove(self, everything: bool = False) -> None:
         """Remove hooks; without `everything` those stay that a compiled graph contains."""
         self._installed_for = None
+        # at first, so that an interrupted removal keeps no part of the hooks
+        complete, self._complete = self._complete, None
         if self._fast_paths.calls:
             self._fast_paths.finish()
         if everything:
             self._stance.set_eager(False)
+            self._kept.clear()
+        removed: dict[str, _Registration] = {}
         for name in list(self._hooks):
             if everything or not (self._context.model.is_compiled or name in self._traced):
-                self._hooks.pop(name)[1]()
+                removed[name] = self._hooks.pop(name)
+                removed[name].remove()
+        if complete is not None and not (
+            everything or self._hooks or self._fast_paths.layers or self._context.tracker.is_rootless
+        ):
+            self._kept[complete] = removed

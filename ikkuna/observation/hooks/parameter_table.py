@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from ikkuna.distributed.dtensor import distribute_like, divided, is_distributed, local_tensor
 from ikkuna.numerics.elements import has_numbers
+from ikkuna.numerics.statistics import HISTOGRAMS
 from ikkuna.numerics.statistics.host import HostStatistics
-from ikkuna.numerics.statistics.native.kernels import NOTHING, PYTHON, Library, ListMemory, flags_of
+from ikkuna.numerics.statistics.native.kernels import NOTHING, PYTHON, READABLE, Library, ListMemory, flags_of
 from ikkuna.observation.hooks.context import HookContext
-from ikkuna.observation.rows.plan import Key, Plan, RowIndex, Site
+from ikkuna.observation.rows.plan import Key, Plan, RowIndex, Site, Task
 from ikkuna.observation.steps.forwards import UNCLIPPED_PART
 from ikkuna.support.failures import raise_users_exception
 from ikkuna.support.modules import NamedParameter
@@ -102,6 +103,8 @@ class ParameterList:
         The site and path of the tensor of each; ``None`` if it is not measured.
     measured, updated : frozenset of int
         The ids of the parameters of which the tensor, or the update, is wanted.
+    with_measurers : list of int
+        The positions of those of which subscribers measure the tensor themselves.
     """
 
     def __init__(
@@ -122,10 +125,13 @@ class ParameterList:
         self.keys = [wanted[key] if key in self.measured else None for key in ids]
         is_native = np.array([_is_native(x) for x in self.parameters], np.bool_)
         self._is_native = bool(is_native.any())
-        self._rows, self._flags = _of_keys(index, plan, self.keys)
+        tasks = [None if key is None else plan.task(key[0].kind, key[0].module) for key in self.keys]
+        self.with_measurers = [i for i, task in enumerate(tasks) if task is not None and task.measurers]
+        self._rows, self._flags = _of_keys(index, self.keys, map(_flags_of_tensor, tasks))
         after = [updates[key] if key in self.updated else None for key in ids]
         self._is_updated = np.array([key is not None for key in after], np.bool_)
-        self._update_rows, self._update_flags = _of_keys(index, plan, after)
+        tasks = [None if key is None else plan.task(key[0].kind, key[0].module) for key in after]
+        self._update_rows, self._update_flags = _of_keys(index, after, map(_flags_of_update, tasks))
         is_copied = self._is_updated & is_native & (self._update_flags >= 0)
         sizes = [x.nbytes if copied else 0 for x, copied in zip(self.parameters, is_copied, strict=True)]
         self._memory = ListMemory(len(ids), sizes if self.updated else None)
@@ -190,13 +196,28 @@ def _is_native(x: nn.Parameter) -> bool:
     return type(x) is nn.Parameter and x.is_cpu and x.layout is torch.strided
 
 
-def _of_keys(index: RowIndex, plan: Plan, keys: Sequence[Key | None]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+def _of_keys(
+    index: RowIndex, keys: Sequence[Key | None], flags: Iterable[int]
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Return the rows of some tensors, and what the kernels measure of each."""
-    rows, flags = np.zeros(len(keys), np.int64), np.full(len(keys), NOTHING, np.int32)
-    for i, key in enumerate(keys):
-        if key is not None and (task := plan.task(key[0].kind, key[0].module)) is not None:
-            rows[i], flags[i] = index.row(*key), flags_of(task.fields) if task.is_plain else PYTHON
-    return rows, flags
+    rows = [0 if key is None else index.row(*key) for key in keys]
+    return np.array(rows, np.int64), np.array([*flags], np.int32)
+
+
+def _flags_of_tensor(task: Task | None) -> int:
+    """Return what the kernels measure of a tensor, which subscribers may measure as well."""
+    if task is None:
+        return NOTHING
+    if not task.fields:
+        return READABLE
+    return flags_of(task.fields) if task.fields.isdisjoint(HISTOGRAMS) else PYTHON
+
+
+def _flags_of_update(task: Task | None) -> int:
+    """Return what the kernels measure of a difference, of which there is no tensor that subscribers could measure."""
+    if task is None:
+        return NOTHING
+    return flags_of(task.fields) if task.is_plain else PYTHON
 
 
 class _OfPlan:
@@ -387,9 +408,15 @@ class ParameterTable:
         part: int = 0,
         copies: dict[int, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        """Measure what a list has left."""
-        found = ((key[0], x, key[1], None) for i in left if (key := listed.keys[i]) and (x := tensors[i]) is not None)
-        self.context.recorder.receive_all(found, copies or {}, part)
+        """Measure what a list has left, and let subscribers measure what the kernels have read."""
+        recorder, keys = self.context.recorder, listed.keys
+        found = ((key[0], x, key[1], None) for i in left if (key := keys[i]) and (x := tensors[i]) is not None)
+        recorder.receive_all(found, copies or {}, part)
+        if listed.with_measurers:
+            others = set(listed.with_measurers).difference(left)
+            recorder.measure_each(
+                [(key, x) for i in sorted(others) if (key := keys[i]) and (x := tensors[i]) is not None], part
+            )
 
     def _list(
         self, kinds: tuple[str, str], parameters: Sequence[NamedParameter], changing: Sequence[NamedParameter] = ()

@@ -162,7 +162,7 @@ class Part:
         stage = "keep" if known is None else "merge"  # a first result does not reset the count of failed merges
 
         def merged(value: Tensor | DeferredRow) -> Tensor | DeferredRow:
-            value = _copied(value, device) if device is not None else value
+            value = copied_row(value, device) if device is not None else value
             if isinstance(value, DeferredRow) and registered.subscriber.merge != "last":
                 raise TypeError(
                     f"measure may return a DeferredRow if merge is 'last', got {registered.subscriber.merge!r}"
@@ -197,7 +197,7 @@ class Part:
                 by_row.pop(row, None)
 
 
-def _copied(value: Tensor | DeferredRow, device: torch.device) -> Tensor | DeferredRow:
+def copied_row(value: Tensor | DeferredRow, device: torch.device) -> Tensor | DeferredRow:
     """Return a copy in float64, or in float32 on a device without that; raise `TypeError` if it cannot be copied to the host."""
     if isinstance(value, DeferredRow):
         if not value.tensor.is_cpu:

@@ -17,7 +17,7 @@ from ikkuna.metrics.subscriber.state import DeferredRow
 from ikkuna.numerics.elements import dequantized, has_float64, has_numbers, is_special
 from ikkuna.numerics.statistics.host import HostStatistics
 from ikkuna.numerics.statistics.native import Library, library
-from ikkuna.observation.rows.part import Part, PartPool
+from ikkuna.observation.rows.part import Part, PartPool, copied_row
 from ikkuna.observation.rows.plan import NOTHING, Key, Plan, RowIndex, Selections, Site, Task
 from ikkuna.observation.rows.rows import Rows
 from ikkuna.support.failures import log, raise_users_exception
@@ -25,6 +25,7 @@ from ikkuna.support.undisturbed import gradients, switched
 
 _LISTED = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
 _PLAIN = (Tensor, torch.nn.Parameter)
+_HOST = torch.device("cpu")
 _NO_COPIES: dict[int, tuple[Tensor, Tensor]] = {}
 T = TypeVar("T")
 _Weight = float | Tensor | str | None
@@ -194,6 +195,52 @@ class Recorder:
             except Exception as error:
                 self.error_guard.report_internal(f"measuring parameters on {key[0]}", error)
 
+    def measure_each(self, tensors: Iterable[tuple[Key, Tensor]], part: int = 0) -> None:
+        """Let subscribers measure tensors of the host whose shared statistics are known, and which have numbers.
+
+        Each subscriber is called with all of its tensors before the next one.
+        """
+        if (rows := self.rows) is None:
+            return
+        given: dict[Registered, list[tuple[int, Message]]] = {}
+        for (site, path), tensor in tensors:
+            if (task := self.plan.task(site.kind, site.module)) is not None:
+                row, message = self.index.row(site, path), site.message(rows.stamp, path, tensor.detach())
+                for registered in task.measurers:
+                    given.setdefault(registered, []).append((row, message))
+        for registered, messages in given.items():
+            if not registered.disabled:
+                results = _without_autograd("cpu", self._call_measure_each, registered, messages)
+                for row, result in results:
+                    rows.part(part).add_measured(row, registered, result)
+
+    def _call_measure_each(
+        self, registered: Registered, messages: list[tuple[int, Message]]
+    ) -> list[tuple[int, Tensor | DeferredRow]]:
+        """Return the rows that a subscriber has measured, with their numbers."""
+        results: list[tuple[int, Tensor | DeferredRow]] = []
+        changed: list[int] = []
+
+        def measure(given: tuple[int, Message]) -> None:
+            row, message = given
+            tensor = message.data
+            version = None if tensor.is_inference() else tensor._version
+            try:
+                if (result := _measure(registered.subscriber, message)) is not None:
+                    results.append((row, copied_row(result, _HOST)))
+            finally:
+                if version is not None and tensor._version != version:
+                    changed.append(row)
+
+        self.error_guard.call_each(registered, "measure", measure, messages)
+        if changed:
+            self._disable_changing(registered, self.index.keys[changed[0]][0])
+        return results
+
+    def _disable_changing(self, registered: Registered, site: Site) -> None:
+        """Disable a subscriber that has changed a tensor."""
+        self.error_guard.disable(registered, f"it changed {site.kind!r} of {site.module or 'the network'} in place")
+
     def _measure_list(
         self,
         key: "_ListKey",
@@ -345,7 +392,7 @@ class Recorder:
             part.add_measured(row, registered, result, tensor.device)
         if version is not None and tensor._version != version:
             site = Site(registered.kinds[0]) if row is None else self.index.keys[row][0]
-            self.error_guard.disable(registered, f"it changed {site.kind!r} of {site.module or 'the network'} in place")
+            self._disable_changing(registered, site)
 
     def _call_measure(self, registered: Registered, message: Message | MessageBundle) -> Tensor | DeferredRow | None:
         measured: Tensor | DeferredRow | None = self.error_guard.call(

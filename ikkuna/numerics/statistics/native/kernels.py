@@ -84,7 +84,7 @@ class TensorReader:
         tensors : list of Tensor or None
             Any tensors; ``None`` is passed over.
         flags : array of int32
-            What to measure of each, `NOTHING` or `PYTHON`.
+            What to measure of each, `NOTHING`, `PYTHON` or `READABLE`.
         rows : array of int64
             The addresses of their rows.
         memory : ListMemory
@@ -141,8 +141,9 @@ class ListMemory:
         self.copies[:, 0] = addresses
 
 
-NOTHING, PYTHON = -1, -2
-"""Entries of the table of what is measured of a row: nothing, and something that is measured in Python."""
+NOTHING, PYTHON, READABLE = -1, -2, -3
+"""Entries of the table of what is measured of a row: nothing, something that is measured in Python, and nothing but whether a tensor
+of a list can be read."""
 
 
 DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16"}

@@ -208,6 +208,7 @@ extern "C" int measure_tensor(PyObject *x, int wanted, void *row) {
 constexpr int64_t LARGE = 1 << 21;  // bytes that caches would hardly keep until the differences are measured
 
 enum Done { MEASURED = 1, COPIED = 2 };
+constexpr int32_t READABLE = -3;  // in place of what to measure: that the tensor can be read is enough
 
 // The same for a list of tensors and the different rows at these addresses; what is None counts as measured.
 // `known` is the memory of this function for the next call with the same tensors, all zeros at first.
@@ -231,8 +232,8 @@ extern "C" void measure_tensors(PyObject *tensors, int64_t count, const int32_t 
             copy->dtype = view.dtype, copy->order = view.order, copy->shape = view.shape;
             done[i] |= COPIED;
         }
-        if (wanted[i] >= 0) done[i] |= MEASURED;
-        if (!done[i]) continue;
+        if (wanted[i] >= 0 || wanted[i] == READABLE) done[i] |= MEASURED;
+        if (wanted[i] < 0 && !is_copied) continue;
         const Job job{view.data, is_copied ? copy->data : nullptr, view.n, view.dtype, wanted[i], static_cast<Record *>(rows[i])};
         if (has_room) jobs.push_back(job);
         else run_alone(job, measure_job);
