@@ -284,10 +284,38 @@ NO_ACTIVATION = Mistake(
     meaning="The output is a linear function of the inputs, although several layers with weights follow each other.",
     advice="put an activation function between the layers",
 )
+OWN_CANDIDATE = Mistake(
+    "own_candidate",
+    meaning="Each row is among the candidates to which it is compared, has the largest similarity with itself ({figure:.0%} of the "
+    "probability), and is never the right one.",
+    advice="fill the diagonal of the similarities with a large negative number before the softmax",
+    explains=_names("no_learning plateau"),
+)
+VIEWED_AXES = Mistake(
+    "viewed_axes",
+    "error",
+    meaning="A view has exchanged the axis of classes with another one without moving the elements: scores of several positions are mixed.",
+    advice="use transpose or permute in place of view or reshape",
+    explains=_names("no_learning plateau class_collapse"),
+)
+PADDING_IN_LOSS = Mistake(
+    "padding_in_loss",
+    meaning="{figure:.0%} of the positions that the loss counts are padding at the ends of sequences.",
+    advice="set these labels to the ignore_index of the loss, or multiply the loss of each position by a mask",
+    explains=_names("one_label class_collapse"),
+)
+INVERTED_MASK = Mistake(
+    "inverted_mask",
+    "error",
+    meaning="The attention has weights for the padding alone, and none for the tokens before it.",
+    advice="invert the mask: in MultiheadAttention key_padding_mask is True where a key is left out, and in "
+    "scaled_dot_product_attention attn_mask is True where it takes part",
+    explains=_names("no_learning signal_lost ignores_input plateau"),
+)
 TIME_LEAK = Mistake(
     "time_leak",
     "error",
-    meaning="The output at a position depends on later positions (relative change {figure:.1g}), which it should predict.",
+    meaning="The output at a position depends on later positions, which it should predict.",
     advice="use a causal mask, or shift the inputs",
 )
 RANDOM_OUTPUT = Mistake(
@@ -402,7 +430,7 @@ DIVIDED_TWICE = Mistake(
 )
 MIXED_REDUCTION = Mistake(
     "mixed_reduction",
-    meaning="{figure:.0%} of the loss is a sum over the batch, and the rest is not.",
+    meaning="A part of the loss is a sum over the batch, and the rest is not.",
     advice="use one reduction for all terms of the loss",
 )
 LABELS_OF_OTHER_SAMPLES = Mistake(

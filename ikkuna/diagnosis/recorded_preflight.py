@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import time
 import warnings
 import weakref
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _of_modules
 
+from ikkuna.diagnosis.objective.recorded import RecordedObjective
 from ikkuna.diagnosis.preflight_checks.batch import Batch, tensors_of
 from ikkuna.diagnosis.preflight_checks.contracts import LossCall, loss_calls
 from ikkuna.diagnosis.preflight_checks.first_step import FirstStep
@@ -28,6 +28,7 @@ from ikkuna.diagnosis.preflight_checks.trial import Check, Trial
 from ikkuna.store.finding import Finding
 from ikkuna.support.failures import error_text, log
 from ikkuna.support.saved_losses import SavedLoss
+from ikkuna.support.threads import run_apart
 from ikkuna.support.torch_internals import pytree
 from ikkuna.support.undisturbed import gradients, switched, undisturbed
 
@@ -75,10 +76,13 @@ class RecordedPreflight:
     ----------
     reason : str
         Why nothing, or not everything, could be judged; empty if everything was.
+    objective : RecordedObjective
+        Reads what ``backward()`` is called on in the first sampled steps.
     """
 
     def __init__(self, model: nn.Module | None = None, seconds: float = _SECONDS) -> None:
         self._model = weakref.ref(nn.Module() if model is None else model)
+        self.objective = RecordedObjective(model)
         self._seconds = seconds
         self._recorded: _Recorded | None = None
         self.reason = "the loss was not seen: pass it as watch(model, loss)"
@@ -120,11 +124,11 @@ class RecordedPreflight:
             self._failed(error)
 
     def findings(self) -> list[Finding]:
-        """Check what was recorded, and return the findings; the second call returns nothing."""
+        """Check what was recorded since the last call, and return the findings."""
         recorded, self._recorded = self._recorded, None
+        found = self.objective.findings()
         if recorded is None:
-            return []
-        found: list[Finding] = []
+            return found
         model = self._model()
         trial = _RecordedTrial(nn.Module() if model is None else model, recorded, self._seconds)
 
@@ -134,14 +138,7 @@ class RecordedPreflight:
             except Exception as error:
                 self._failed(error)
 
-        thread = threading.Thread(target=judge, name="ikkuna-preflight", daemon=True)
-        thread.start()
-        try:
-            thread.join()
-        except BaseException:
-            trial.end()
-            thread.join()
-            raise
+        run_apart(judge, "ikkuna-preflight", trial.end)
         return found
 
     def _judge(self, trial: _RecordedTrial, found: list[Finding]) -> None:

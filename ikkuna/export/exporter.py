@@ -242,7 +242,9 @@ class Exporter:
         context, rules_applied = self._session.context, self._attachment.rules
         context.found = lambda finding: rules_applied.add_finding(finding, context.tracker.counters.stamp())
         if preflight:
-            self._attachment.rules.preflight = self._session.hooks.losses.preflight = RecordedPreflight(self.model)
+            checks, losses = RecordedPreflight(self.model), self._session.hooks.losses
+            self._attachment.rules.preflight = losses.preflight = checks
+            losses.objective = checks.objective
         self._session.hooks.optimizers.untrained.names_unowned = (
             "unowned_parameters" not in self._attachment.rules.judge.kinds
         )

@@ -143,6 +143,7 @@ _LOSSES: dict[str, Callable[[Any], nn.Module]] = {
     "MseLoss": _of_elements(nn.MSELoss),
     "SmoothL1Loss": _of_elements(nn.SmoothL1Loss, "beta"),
     "HuberLoss": _of_elements(nn.HuberLoss, "delta"),
+    "SoftMarginLoss": _of_elements(nn.SoftMarginLoss),
 }
 
 
@@ -168,8 +169,23 @@ def saved_loss(roots: Sequence[Any], outputs: Iterable[Tensor] = ()) -> SavedLos
     while node is not None and _name(node) in ("Div", "Mul"):
         factors = [each for each, _ in node.next_functions if each is not None]
         node = factors[0] if len(factors) == 1 else None
-    if node is None or (make := _LOSSES.get(_name(node))) is None:
-        return None
+    return None if node is None or _name(node) not in _LOSSES else loss_of_node(node, outputs)
+
+
+def loss_of_node(node: Any, outputs: Iterable[Tensor] = ()) -> SavedLoss | None:
+    """Return the loss of torch that a node of autograd stands for, or is the last one of; ``None`` for any other node.
+
+    Examples
+    --------
+    >>> import torch
+    >>> scores = torch.zeros(2, 3, requires_grad=True).exp()
+    >>> divergence = nn.functional.kl_div(scores.softmax(1), torch.full((2, 3), 1 / 3), reduction="none")
+    >>> found = loss_of_node(divergence.grad_fn)
+    >>> found.loss, found.behind.name()
+    (KLDivLoss(), 'SoftmaxBackward0')
+    """
+    if (make := _LOSSES.get(_name(node))) is None:
+        return _divergence(node)
     found, labels = saved_by(node, "self"), saved_by(node, "target")
     if found is None or labels is None:
         return None
@@ -188,6 +204,29 @@ def saved_loss(roots: Sequence[Any], outputs: Iterable[Tensor] = ()) -> SavedLos
     elif any(map(_is_repeated, zip(found.shape, found.stride(), strict=True))):  # one output for each label and sample
         found, labels = _unexpanded(found), _unexpanded(labels)
     return SavedLoss(loss, found, labels, behind)
+
+
+def _divergence(node: Any) -> SavedLoss | None:
+    """Return the divergence whose elements a node computes, as ``target.xlogy(target) - target * input`` of a constant target.
+
+    With ``log_target`` it is ``target.exp() * (target - input)``.  The input is known if it is the result of a softmax, whose node has it.
+    """
+    name, following = _name(node), [behind for behind, _ in node.next_functions]
+    if len(following) != 2 or following[0] is not None or following[1] is None:
+        return None
+    inner, is_logarithm = following[1], name == "Mul"
+    if (name, _name(inner)) not in (("Sub", "Mul"), ("Mul", "Sub")) or len(inner.next_functions) != 2:
+        return None
+    target, (constant, behind) = saved_by(node if is_logarithm else inner, "self"), (b for b, _ in inner.next_functions)
+    if target is None or constant is not None or behind is None:
+        return None
+    given, axis = saved_by(behind, "result"), saved_by(behind, "dim")
+    if _name(behind) not in ("LogSoftmax", "Softmax") or given is None or given.shape != target.shape:
+        return None
+    if not target.is_cpu or bool((target < 0).any()) or bool(((target.sum(axis) - 1).abs() > 1e-3).any()):
+        return None  # other products and differences; the sums of a divergence's targets are 1
+    loss = nn.KLDivLoss(reduction="none", log_target=is_logarithm)
+    return SavedLoss(loss, given, target.log() if is_logarithm else target, behind)
 
 
 def _name(node: Any) -> str:

@@ -14,6 +14,36 @@ START_SECONDS = 0.5
 """How long those wait who need a thread that was just started."""
 
 
+def run_apart(body: Callable[[], object], name: str, end: Callable[[], object] | None = None) -> None:
+    """Run a function on a thread of its own and wait for it, so that modes that belong to this thread do not concern it.
+
+    Parameters
+    ----------
+    body : callable
+        The function; it must not raise.
+    name : str
+        The name of the thread.
+    end : callable, optional
+        Called if the wait is interrupted, before the exception is raised when the function has returned.
+
+    Examples
+    --------
+    >>> found = []
+    >>> run_apart(lambda: found.append(threading.current_thread().name), "apart")
+    >>> found
+    ['apart']
+    """
+    thread = threading.Thread(target=body, name=name, daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        if end is not None:
+            end()
+        thread.join()
+        raise
+
+
 class BackgroundThread:
     """A daemon thread.
 

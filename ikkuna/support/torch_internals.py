@@ -203,6 +203,18 @@ def saved_by(node: Any, name: str) -> Any:
     return found.detach() if isinstance(found, Tensor) else None
 
 
+def shape_behind(node: Any, index: int = 0) -> tuple[int, ...] | None:
+    """Return the shape of an output of the operation that a node of autograd stands for; ``None`` if torch does not tell.
+
+    Examples
+    --------
+    >>> shape_behind(torch.ones(2, 3, requires_grad=True).sum(1).grad_fn)
+    (2,)
+    """
+    metadata = getattr(node, "_input_metadata", ())
+    return tuple(metadata[index].shape) if index < len(metadata) else None
+
+
 AroundBackward = Callable[[Sequence[Any], Sequence[Any], bool], object]
 """A function of the tensors that a backward starts from, of their gradients, and of whether it adds to those of all leaves."""
 

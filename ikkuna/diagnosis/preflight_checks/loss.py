@@ -195,7 +195,7 @@ def loss_scale(trial: Trial) -> Iterator[Finding]:
         thrice = _loss_of_copies(trial, 3)
         # a part that is a sum and a part that is a mean grow together by the same amount with each copy
         if abs(thrice - twice - growth) < _ROUNDING * max(map(abs, (once, twice, thrice))):
-            yield MIXED_REDUCTION.found(growth / once)
+            yield MIXED_REDUCTION.found(growth / once, detail=f"It is {growth / once:.0%} of the loss.")
         elif all(abs(number * value - once) < _RELATIVE * abs(once) for number, value in ((2, twice), (3, thrice))):
             yield DIVIDED_TWICE.found(size or math.nan)
 

@@ -26,7 +26,8 @@ def time_leak(trial: Trial) -> Iterator[Finding]:
                 return _by_position(tensor, tokens, axis)[:, :start]
             return None
 
-        yield TIME_LEAK.found(difference, changing_module(trial, _with_other_tail(trial, tokens, axis), earlier))
+        module = changing_module(trial, _with_other_tail(trial, tokens, axis), earlier)
+        yield TIME_LEAK.found(difference, module, detail=f"The relative change is {difference:.1g}.")
 
 
 def _change_by_later(trial: Trial, tokens: Tensor, axis: int) -> float:
@@ -116,7 +117,7 @@ def label_offset(trial: Trial) -> Iterator[Finding]:
         raise CannotJudgeError("the inputs are no sequences of tokens")
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.numel() != tokens.numel():
         raise CannotJudgeError("the labels are no sequences of tokens")
-    found = [k for k in _OFFSETS if _is_at(labels.view(tokens.shape), tokens, k)]
+    found = [k for k in _OFFSETS if is_at(labels.view(tokens.shape), tokens, k)]
     if len(found) != 1:
         raise CannotJudgeError("the labels are not elements of the inputs at one offset")
     offset = found[0] + (_inner_shift(trial) if batch.loss_inside else _shift_of_loss(trial, tokens))
@@ -132,7 +133,7 @@ def _tokens(trial: Trial) -> Tensor:
     return tokens
 
 
-def _is_at(labels: Tensor, tokens: Tensor, offset: int) -> bool:
+def is_at(labels: Tensor, tokens: Tensor, offset: int) -> bool:
     """Return whether the label at each position is the token `offset` positions later."""
     length = tokens.shape[1]
     wanted = labels[:, max(0, -offset) : length - max(0, offset)]

@@ -75,6 +75,8 @@ class BackwardHooks:
         """Handle the gradient of an output of a forward."""
         if not self.context.is_off:
             self.reach(forward)
+            if (objective := self._loss.objective) is not None:
+                objective.output_gradient(grad)
 
     def reach(self, forward: Forward) -> int:
         """Report that the running backward has reached a forward; return the part to which gradients are recorded, or -1."""

@@ -104,6 +104,8 @@ class ForwardHooks:
         calls = tracker.calls.of(thread)
         if len(calls) == 1 and (forward := calls[0]) is not None and context.model.takes_input(module):
             self._record_all("input_data", (args, kwargs) if kwargs else args, forward)
+            if (objective := self._loss.objective) is not None:
+                objective.model_called(args, kwargs)
             if context.observer is not None and tracker.pass_name == TRAINING:
                 context.observer.model_called(args, kwargs)
         elif calls == [None] and context.events.is_apart and tracker.pass_name == TRAINING:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ikkuna.diagnosis.objective.graph import ObjectiveGraph
+from ikkuna.diagnosis.objective.recorded import RecordedObjective
 from ikkuna.diagnosis.recorded_preflight import RecordedPreflight
 from ikkuna.distributed.dtensor import is_distributed
 from ikkuna.distributed.rendezvous import World
@@ -172,6 +174,8 @@ class LossHooks:
         The number of backward passes of the last step that began at what the loss module had returned.
     preflight : RecordedPreflight, optional
         Receives the first call of the loss module with a gradient, if that is in step 0.
+    objective : RecordedObjective, optional
+        Receives what the first backward passes through the model are called on.
     validation : callable
         Returns the recorder of evaluations in the training loop; called with whether a loss is recorded.
     arm : callable
@@ -182,6 +186,7 @@ class LossHooks:
         self.context = context
         self.has_loss = self.has_labels = False
         self.preflight: RecordedPreflight | None = None
+        self.objective: RecordedObjective | None = None
         self.validation: Callable[[bool], Recorder] = lambda loss: context.recorder
         self._was_called = self._is_unowned = self._knows_labels = False
         self._numbers: dict[int, int] = {}
@@ -229,6 +234,8 @@ class LossHooks:
         self._was_called = self._is_unowned = self._knows_labels = False
         self._arguments, self._outputs, self._losses, self._unreached = [], [], [], _NONE
         self.undivided, self._undivided = self._undivided, 0
+        if self.objective is not None and self.objective.is_done:
+            self.objective = None
         self._stop_looking()
 
     # -- the loss module ------------------------------------------------------------------------------------------
@@ -368,17 +375,29 @@ class LossHooks:
     def backward_starts(self, roots: Sequence[Any], gradients: Sequence[Any], accumulates: bool) -> None:
         """Find what a loss was computed from before its backward frees that; `roots` are empty when the backward has ended."""
         self._arguments = []
-        if roots and not (self._was_called or self._knows_labels or self.context.is_off):
+        if roots and not self.context.is_off:
             if self.context.tracker.pass_name == TRAINING:
-                outputs = [x for reference in self._outputs if (x := reference()) is not None]
-                self._arguments = loss_arguments(roots, outputs)
-                if self.preflight is not None:
-                    self._check(lambda checks: checks.record_saved(saved_loss(roots, outputs)))
+                self._read_objective(roots, [x for reference in self._outputs if (x := reference()) is not None])
             self._outputs = []
         forward, thread, recorded = self._unreached
         is_expected = roots and accumulates and forward is not None and forward.part >= 0 and thread == get_ident()
         if is_expected and forward is not None and is_computed_in(roots, recorded):
             self.arm([("", root) for root in roots if isinstance(root, Tensor)], forward)
+
+    def _read_objective(self, roots: Sequence[Any], outputs: list[Tensor]) -> None:
+        """Read what a backward in training is called on: the arguments of its losses, and in the first steps the whole graph."""
+        if not (is_known := self._was_called or self._knows_labels):
+            self._arguments = loss_arguments(roots, outputs)
+        if (objective := self.objective) is None or World.here().size > 1:
+            return
+        graph = ObjectiveGraph(roots)
+        if not objective.reaches_model(graph):
+            return
+        if not is_known and self.preflight is not None:
+            saved = saved_loss(roots, outputs)
+            is_known = saved is not None
+            self._check(lambda checks: checks.record_saved(saved))
+        objective.backward_starts(graph, outputs, is_known)
 
     def _backward_loss(self) -> Tensor | None:
         """Return the number of which the running backward computes gradients, attached to no graph.

@@ -1,0 +1,165 @@
+"""Reads the graphs of the first objectives of a training, and finds mistakes in them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ikkuna.diagnosis.mistakes import INVERTED_MASK
+from ikkuna.diagnosis.objective import positions, similarities, sums
+from ikkuna.diagnosis.objective.graph import ObjectiveGraph, nearest_parameters, operation, terms
+from ikkuna.diagnosis.preflight_checks.batch import tensors_of, without_labels
+from ikkuna.diagnosis.preflight_checks.contracts import findings_of
+from ikkuna.store.finding import Finding
+from ikkuna.support.failures import log
+from ikkuna.support.modules import module_of, named_modules, named_parameters
+from ikkuna.support.threads import run_apart
+from ikkuna.support.undisturbed import gradients, switched
+
+_MOST_PASSES = 6
+_OF_CLASSES = ("NllLoss", "NllLoss2D")
+_OF_DATA = ("Addmm", "Convolution", "Embedding", "NativeBatchNorm", "NativeLayerNorm", "MkldnnRnnLayer")
+
+
+class RecordedObjective:
+    """Finds mistakes in what ``backward()`` is called on, in the first steps that are sampled.
+
+    It sees the graph of autograd, what its nodes have saved, the integers that the model was called with, and where its outputs have
+    a gradient.  Nothing is computed again but losses of torch, of detached copies, on a thread of its own.
+
+    Parameters
+    ----------
+    model : nn.Module, optional
+        The model, held weakly; without one nothing is read.
+
+    Attributes
+    ----------
+    is_done : bool
+        Whether enough was read.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._model = weakref.ref(nn.Module() if model is None else model)
+        self._left = _MOST_PASSES
+        self._inputs: list[weakref.ref[Tensor]] = []
+        self._samples: int | None = None
+        self._found: list[Finding] = []
+        self._sequences: list[positions.LabelledTokens] = []
+
+    @property
+    def is_done(self) -> bool:
+        """Whether enough was read."""
+        return self._left <= 0
+
+    def model_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep weak references to what a model is called with."""
+        given = [x for x in tensors_of((args, without_labels(kwargs))) if x.ndim and x.is_cpu]
+        self._inputs = [weakref.ref(x) for x in given]
+        self._samples = given[0].shape[0] if given else None
+
+    def reaches_model(self, graph: ObjectiveGraph) -> bool:
+        """Return whether an objective has a gradient with respect to a parameter of the model, or is too large to know."""
+        model = self._model()
+        return model is not None and (not graph.is_complete or graph.reaches(map(id, model.parameters())))
+
+    def backward_starts(self, graph: ObjectiveGraph, outputs: Sequence[Tensor], is_known: bool) -> None:
+        """Read the graph of an objective before its backward frees it.
+
+        Parameters
+        ----------
+        graph : ObjectiveGraph
+            The graph.
+        outputs : sequence of Tensor
+            What the model has returned.
+        is_known : bool
+            Whether the objective is one loss of torch, or what a loss function returned, which is checked by itself.
+        """
+        self._left -= 1
+        self._sequences = []
+
+        def read() -> None:
+            try:
+                switched([gradients(False)], self._read, graph, list(outputs), is_known)
+            except Exception:
+                log.debug("an objective was not read", exc_info=True)
+
+        if not torch.is_autocast_enabled("cpu"):
+            run_apart(read, "ikkuna-objective")
+
+    def output_gradient(self, grad: Tensor) -> None:
+        """Judge the positions of sequences by the gradient of an output."""
+        for found in self._sequences:
+            if grad.is_cpu and grad.ndim == 3 and grad.shape[:2] == found.tokens.shape:
+                self._found += positions.padding_in_loss(found, (grad.detach() != 0).any(2))
+
+    def findings(self) -> list[Finding]:
+        """Return what was found since the last call, each mistake once."""
+        found, self._found, self._sequences = self._found, [], []
+        return list({(each.rule, each.module): each for each in found}.values())
+
+    def _read(self, graph: ObjectiveGraph, outputs: list[Tensor], is_known: bool) -> None:
+        model = self._model()
+        if model is None:
+            return
+        found: list[Finding] = []
+        if not is_known:
+            found += findings_of(sums.losses_in(graph.nodes, outputs))
+        of_model = {id(parameter): name for name, parameter in named_parameters(model)}
+        added = terms(graph, self._samples)
+        if added is not None:
+            found += sums.mixed_reduction(added, _is_of_data)
+            if graph.parameters.keys() <= of_model.keys():  # in a game, a player may raise another one's loss
+                found += sums.unbounded(added)
+            found += () if is_known else sums.outer_difference(added, self._samples)
+        found += similarities.findings(graph.nodes)
+        for node in graph.nodes:
+            found += positions.exchanged_axes(node) if operation(node) in _OF_CLASSES else ()
+        self._found += found
+        self._read_sequences(graph, model, of_model)
+
+    def _read_sequences(self, graph: ObjectiveGraph, model: nn.Module, of_model: dict[int, str]) -> None:
+        tokens = self._tokens()
+        if tokens is None:
+            return
+        seen = positions.attentions(graph.nodes, *tokens.shape)
+        losses = [node for node in graph.nodes if operation(node) in _OF_CLASSES]
+        self._sequences = [each for node in losses if (each := positions.sequences_of(node, tokens)) is not None]
+        shifts = {shift for each in self._sequences if (shift := positions.offset(each)) is not None}
+        recurrent = {name: module for name, module in named_modules(model) if isinstance(module, nn.RNNBase)}
+        self._found += positions.wrong_offset(shifts, seen, list(recurrent.values()))
+        for place, finding in positions.seen_labels(shifts, seen, recurrent):
+            module = place if isinstance(place, str) else _module_behind(place, of_model)
+            self._found.append(replace(finding, module=module))
+        for node in positions.inverted_masks(seen, positions.padding_of(tokens)):
+            self._found.append(INVERTED_MASK.found(module=_module_behind(node, of_model)))
+
+    def _tokens(self) -> Tensor | None:
+        """Return the only integers that the model was called with that differ between rows and have more values than a mask."""
+        given = [x for reference in self._inputs if (x := reference()) is not None and x.ndim == 2]
+        integers = [x for x in given if not x.is_floating_point() and x.dtype is not torch.bool and x.numel()]
+        found = [x for x in integers if int(x.max()) > 2 and bool((x != x[:1]).any())]
+        return found[0].long() if len(found) == 1 else None
+
+
+def _is_of_data(node: Any) -> bool:
+    """Return whether one of the nearest operations behind a node is that of a layer."""
+    waiting, seen = [node], {node}
+    while waiting and len(seen) < 200:
+        node = waiting.pop()
+        if operation(node) in _OF_DATA or (operation(node) == "Mm" and None in [n for n, _ in node.next_functions]):
+            return True
+        new = [behind for behind, _ in node.next_functions if behind is not None and behind not in seen]
+        seen.update(new)
+        waiting += new
+    return False
+
+
+def _module_behind(node: Any, names: dict[int, str]) -> str | None:
+    """Return the module of the parameters that a node was computed with."""
+    nearest: Iterable[str] = (module_of(names[each]) for each in nearest_parameters(node) if each in names)
+    return next(iter(nearest), None)
