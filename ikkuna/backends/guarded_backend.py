@@ -3,13 +3,15 @@
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ikkuna.backends.backend import Backend, last_defined
 from ikkuna.store.names import SeriesGroup
 from ikkuna.store.run_directory import ConfigValue
 from ikkuna.store.values import ModuleEntry
 from ikkuna.support.failures import FailureCounter, error_text, log, raise_users_exception
+
+T = TypeVar("T")
 
 
 class Sender(Protocol):
@@ -162,11 +164,7 @@ class GuardedBackend:
     @property
     def drawing_seconds(self) -> float:
         """The backend's ``drawing_seconds``; 0 if it cannot be read."""
-        try:
-            return float(self.backend.drawing_seconds)
-        except BaseException as error:
-            raise_users_exception(error)
-            return 0.0
+        return self._read("drawing_seconds", float) or 0.0
 
     def close(self, timeout: float | None) -> bool:
         """Commit pending values and close the backend, even a disabled one; return whether all values were stored."""
@@ -179,14 +177,14 @@ class GuardedBackend:
     @property
     def dropped(self) -> int:
         """Number of values lost here or in the backend."""
-        return self._dropped + max(self._read("dropped") or 0, 0)
+        return self._dropped + max(self._read("dropped", operator.index) or 0, 0)
 
     @property
     def acked_step(self) -> int | None:
         """The backend's ``acked_step``; ``None`` if it stores nothing or is disabled."""
         if self._opened_at is None or self.disabled:
             return None
-        acked = self._read("acked_step")
+        acked = self._read("acked_step", operator.index)
         if self._rewound is not None and acked is not None:
             before, last = self._rewound
             if acked == before:  # nothing was written since
@@ -210,7 +208,7 @@ class GuardedBackend:
 
     def rewind(self, step: int) -> None:
         """Prepare for values of steps from `step` on, which is earlier than steps that were flushed."""
-        if self._opened_at is not None and (acked := self._read("acked_step")) is not None:
+        if self._opened_at is not None and (acked := self._read("acked_step", operator.index)) is not None:
             self._opened_at = min(self._opened_at, step)
             self._rewound = acked, step - 1
             self._committed = None
@@ -228,11 +226,11 @@ class GuardedBackend:
             return None
         return max(min(acked, self._step - 1) if self._pending else acked, opened_at - 1)
 
-    def _read(self, name: str) -> int | None:
-        """Return an attribute of the backend; ``None`` if it is no integer or cannot be read."""
+    def _read(self, name: str, as_type: Callable[[Any], T]) -> T | None:
+        """Return an attribute of the backend; ``None`` if it is of another type or cannot be read."""
         try:
             value = getattr(self.backend, name)
-            return None if value is None else operator.index(value)
+            return None if value is None else as_type(value)
         except BaseException as error:
             raise_users_exception(error)
             return None
@@ -248,13 +246,8 @@ class GuardedBackend:
     @property
     def is_unwritable(self) -> bool:
         """Whether the backend is disabled, or has failed to store its last values."""
-        if self.disabled or ("commit", None) in self._failures.counts:
-            return True
-        try:
-            return bool(self.backend.is_unwritable)
-        except BaseException as error:
-            raise_users_exception(error)
-            return False
+        is_failing = self.disabled or ("commit", None) in self._failures.counts
+        return is_failing or bool(self._read("is_unwritable", bool))
 
     def _call(self, method: str, *arguments: Any, sender: Sender | None = None) -> bool:
         try:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ikkuna.backends.backend import Backend
 from ikkuna.store.finding import Finding
@@ -31,11 +30,6 @@ def matrix_picture(matrix: Matrix, title: str = "") -> Any:
 
     figure = draw_matrix(matrix.values, matrix.rows, matrix.columns, limits=matrix.limits, title=title)
     return Image.open(io.BytesIO(encode_png(figure, 100.0))).convert("RGB")
-
-
-def matrix_array(matrix: Matrix) -> NDArray[np.uint8]:
-    """Return the picture of a matrix as an array (height, width, colour)."""
-    return np.asarray(matrix_picture(matrix))
 
 
 @dataclass(slots=True)
@@ -362,7 +356,7 @@ class SummaryWriterBackend(LoggerBackend):
                 writer.add_histogram_raw(tag, *sums, limits, counts, step)
         if hasattr(writer, "add_image"):
             for tag, matrix in values.matrices.items():
-                writer.add_image(tag, matrix_array(matrix), step, dataformats="HWC")
+                writer.add_image(tag, np.asarray(matrix_picture(matrix)), step, dataformats="HWC")
         if hasattr(writer, "add_text"):
             texts = {"Config": config_table(values.config)} if values.config else {}
             for title, text in (texts | values.texts).items():

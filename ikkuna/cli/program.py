@@ -42,11 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             return _INTERRUPTED
         except (IkkunaError, OSError) as error:
-            terminal.error(str(error))
+            terminal.warn(str(error))
         except Exception as error:
             if os.environ.get("IKKUNA_TRACEBACK"):
                 raise
-            terminal.error(f"internal error: {error_text(error)} (IKKUNA_TRACEBACK=1 shows the traceback)")
+            terminal.warn(f"internal error: {error_text(error)} (IKKUNA_TRACEBACK=1 shows the traceback)")
         return 2
 
 

@@ -118,11 +118,7 @@ class Terminal:
             self.write("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
     def warn(self, text: str) -> None:
-        """Write a warning to the standard error."""
-        _write(self._err, f"ikkuna: {printable(text)}\n")
-
-    def error(self, text: str) -> None:
-        """Write an error to the standard error."""
+        """Write a warning or an error to the standard error."""
         _write(self._err, f"ikkuna: {printable(text)}\n")
 
     def clear(self) -> None:

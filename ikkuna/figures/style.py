@@ -27,13 +27,11 @@ from ikkuna.errors import ConfigError
 R = TypeVar("R")
 
 
-def keyword_aliases(extra: Iterable[str] = (), **aliases: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Return a decorator that lets a function accept keyword arguments under other names.
+def accepts_style(**aliases: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Return a decorator that accepts the options of :class:`Style` and other names of keyword arguments.
 
     Parameters
     ----------
-    extra : iterable of str
-        Names that the function accepts through its ``**`` argument.
     **aliases : str
         Other names, with the parameter name as value.
 
@@ -45,7 +43,7 @@ def keyword_aliases(extra: Iterable[str] = (), **aliases: str) -> Callable[[Call
 
     Examples
     --------
-    >>> @keyword_aliases(y_zero="zero_line")
+    >>> @accepts_style(y_zero="zero_line")
     ... def draw(*, zero_line=False):
     ...     return zero_line
     >>> draw(y_zero=True)
@@ -55,11 +53,12 @@ def keyword_aliases(extra: Iterable[str] = (), **aliases: str) -> Callable[[Call
         ...
     TypeError: draw() has no argument 'zero_lin'; did you mean 'zero_line'?
     """
+    aliases = _ALIASES | aliases
 
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
         parameters = inspect.signature(function).parameters.values()
         named = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        accepted = {*named, *extra}
+        accepted = {*named, *StyleOptions.__annotations__}
 
         @wraps(function)
         def call(*args: Any, **keywords: Any) -> R:
@@ -207,11 +206,6 @@ class StyleOptions(TypedDict, total=False):
     bordercolor: str | None
     configs: Mapping[str, Mapping[str, Any]] | None
     savepath: Any
-
-
-def accepts_style(**aliases: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Return a decorator that accepts the options of :class:`Style` and other names of keyword arguments."""
-    return keyword_aliases(StyleOptions.__annotations__, **_ALIASES, **aliases)
 
 
 @dataclass

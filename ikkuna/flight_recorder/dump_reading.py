@@ -67,14 +67,15 @@ _INDEX = checks.record(
         "options": checks.record({"every": checks.integer(1)}),
     }
 )
+_OF_ROWS = {
+    "steps": ("i", "S"),
+    "values": ("f", "S R C"),
+    **dict.fromkeys(("kinds", "modules", "paths"), ("U", "R")),
+}
 _AXES = {
     "rows.npz": {
-        "steps": ("i", "S"),
-        "values": ("f", "S R C"),
+        **_OF_ROWS,
         "columns": ("U", "C"),
-        "kinds": ("U", "R"),
-        "modules": ("U", "R"),
-        "paths": ("U", "R"),
         "log_steps": ("i", "L"),
         "loss": ("f", "L"),
         "learning_rates": ("f", "L G"),
@@ -82,28 +83,16 @@ _AXES = {
         "skipped": ("biu?", "L"),
         "groups": ("U?", "N"),
     },
-    "burst.npz": {
-        "steps": ("i", "S"),
-        "values": ("f", "S R C"),
-        "histograms": ("i", "H 4"),
-        "kinds": ("U", "R"),
-        "modules": ("U", "R"),
-        "paths": ("U", "R"),
-    },
+    "burst.npz": {**_OF_ROWS, "histograms": ("i", "H 4")},
     "batch_rows.npz": {
-        "steps": ("i", "R"),
-        "parts": ("i", "R"),
-        "numbers": ("i", "R"),
+        **dict.fromkeys(("steps", "parts", "numbers"), ("i", "R")),
         "hashes": ("u", "R"),
         "ids": ("U", "R"),
         "losses": ("f", "R"),
     },
     "history.npz": {
-        "kinds": ("U", "K"),
-        "names": ("U", "K"),
-        "passes": ("U", "K"),
-        "series": ("i", "P"),
-        "steps": ("i", "P"),
+        **dict.fromkeys(("kinds", "names", "passes"), ("U", "K")),
+        **dict.fromkeys(("series", "steps"), ("i", "P")),
         "values": ("f", "P"),
     },
 }

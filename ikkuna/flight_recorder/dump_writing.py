@@ -10,7 +10,7 @@ import textwrap
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import count
@@ -27,7 +27,7 @@ from ikkuna.printable import finite
 from ikkuna.support.arrays import write_arrays
 from ikkuna.support.console import announce
 from ikkuna.support.failures import error_text, log, suppressed
-from ikkuna.support.files import atomic_path
+from ikkuna.support.files import atomic_path, synchronise_directory
 from ikkuna.support.threads import Worker
 
 fcntl: Any = None
@@ -88,17 +88,14 @@ def write_dump(parent: Path, content: DumpContent) -> Path:
     parent.mkdir(parents=True, exist_ok=True)
     partial = parent / f".{content.name}.{os.urandom(8).hex()}"
     partial.mkdir(mode=0o700)
-    lock = _lock(partial)
-    try:
-        _write_files(partial, content)
-        target = _rename_unused(partial, parent, content.name)
-        _synchronise(parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    finally:
-        if lock is not None:
-            os.close(lock)
+    with _locked(partial):
+        try:
+            _write_files(partial, content)
+            target = _rename_unused(partial, parent, content.name)
+            synchronise_directory(parent)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
     return target
 
 
@@ -119,35 +116,35 @@ def _remove_if_unused(partial: Path) -> None:
     directory = partial if partial.is_dir() else partial.parent
     if not is_old and not any(directory.iterdir()):  # it is new, and may not be locked yet
         return
-    lock = _lock(directory)
-    try:
-        if lock is not None or is_old:
+    with _locked(directory) as is_locked:
+        if is_locked or is_old:
             shutil.rmtree(partial) if partial is directory else partial.unlink()
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
-def _lock(directory: Path) -> int | None:
-    """Lock a directory; return a descriptor that holds the lock until it is closed, or ``None`` where there are no locks.
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[bool]:
+    """Lock a directory during the ``with`` block; return whether that is done, which is not so where there are no locks.
 
     Raises
     ------
     BlockingIOError
-        If another process holds it.
+        If another process holds the lock.
     """
     if fcntl is None:
-        return None
+        yield False
+        return
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = True
+        except BlockingIOError:
+            raise
+        except OSError:
+            is_locked = False
+        yield is_locked
+    finally:
         os.close(descriptor)
-        raise
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
 
 
 def _write_files(directory: Path, content: DumpContent) -> None:
@@ -172,7 +169,7 @@ def _write_files(directory: Path, content: DumpContent) -> None:
         if name in left_out:
             (directory / name).unlink(missing_ok=True)
     _write(directory / INDEX, lambda file: file.write(_index(facts, content.max_bytes)), {}, INDEX_BYTES)
-    _synchronise(directory)
+    synchronise_directory(directory)
 
 
 _RESERVED = 1024  # of dump.json, for the facts about the files
@@ -268,43 +265,23 @@ def add_arrays(
     OSError
         If it cannot be written; the dump is as before then.
     """
-    lock = _lock(directory)
-    try:
-        _add_arrays(directory, name, arrays, facts, max_bytes)
-    finally:
-        if lock is not None:
-            os.close(lock)
-
-
-def _add_arrays(
-    directory: Path, name: str, arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any], max_bytes: int
-) -> None:
-    index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
-    files: dict[str, Any] = {}
-    limit = max_bytes - sum(file.stat().st_size for file in directory.iterdir()) - _RESERVED
-    for given in (arrays, {**arrays, "histograms": np.zeros((0, 4), np.int64)}):
-        with contextlib.suppress(_TooLargeError), atomic_path(directory / name) as partial:
-            _write(partial, lambda file, given=given: write_arrays(file, given), files, limit)  # type: ignore[misc]
-            break
-        index["left_out"][name] = f"its histograms are too large; a dump has at most {max_bytes} bytes"
-    if files:
-        index["files"][name] = files.popitem()[1]
-    else:
-        index["left_out"][name] = f"a dump has at most {max_bytes} bytes"
-    data = json.dumps(finite(index | dict(facts)), separators=(",", ":")).encode()
-    with atomic_path(directory / INDEX) as partial:
-        _write(partial, lambda file: file.write(data), {}, INDEX_BYTES)
-    _synchronise(directory)
-
-
-def _synchronise(directory: Path) -> None:
-    """Write the names in a directory to the disk, where the system can do that."""
-    with contextlib.suppress(OSError, AttributeError):
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    with _locked(directory):
+        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+        files: dict[str, Any] = {}
+        limit = max_bytes - sum(file.stat().st_size for file in directory.iterdir()) - _RESERVED
+        for given in (arrays, {**arrays, "histograms": np.zeros((0, 4), np.int64)}):
+            with contextlib.suppress(_TooLargeError), atomic_path(directory / name) as partial:
+                _write(partial, lambda file, given=given: write_arrays(file, given), files, limit)  # type: ignore[misc]
+                break
+            index["left_out"][name] = f"its histograms are too large; a dump has at most {max_bytes} bytes"
+        if files:
+            index["files"][name] = files.popitem()[1]
+        else:
+            index["left_out"][name] = f"a dump has at most {max_bytes} bytes"
+        data = json.dumps(finite(index | dict(facts)), separators=(",", ":")).encode()
+        with atomic_path(directory / INDEX) as partial:
+            _write(partial, lambda file: file.write(data), {}, INDEX_BYTES)
+        synchronise_directory(directory)
 
 
 def _write_tensors(file: IO[bytes], value: Any) -> None:

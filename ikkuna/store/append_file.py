@@ -13,16 +13,9 @@ from typing import NamedTuple, Protocol
 
 from ikkuna.errors import LogDirError
 from ikkuna.support.failures import log
+from ikkuna.support.files import NEW_FILE, synchronise_directory
 
-_FLAGS = (
-    os.O_WRONLY
-    | os.O_CREAT
-    | os.O_EXCL  # never open another writer's file
-    | os.O_APPEND
-    | getattr(os, "O_CLOEXEC", 0)
-    | getattr(os, "O_NOFOLLOW", 0)  # never follow a symbolic link in a shared directory
-    | getattr(os, "O_BINARY", 0)
-)
+_FLAGS = NEW_FILE | os.O_APPEND
 
 
 def unique_stem(second: int, counter: int) -> str:
@@ -66,20 +59,6 @@ def make_directories(directory: Path) -> None:
         return
     for path in (*reversed(directory.parents), directory):
         path.mkdir(exist_ok=True)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Synchronise a directory, so that the entry of a new file is durable; not all file systems support this."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
@@ -147,7 +126,7 @@ class AppendFile:
         self._identity = _identity(self._descriptor)
         self._size = self.final_size = 0
         self._torn = False
-        _sync_directory(directory)
+        synchronise_directory(directory)
 
     def _create(self, directory: Path, name: Callable[[str], str], is_hidden: bool) -> tuple[str, Path, int]:
         for counter in itertools.count(self._counter):
@@ -171,7 +150,7 @@ class AppendFile:
             raise FileExistsError(errno.EEXIST, "another file has this name", str(path))
         os.rename(self.path, path)
         self.path = path
-        _sync_directory(path.parent)
+        synchronise_directory(path.parent)
 
     def append(self, block: bytes) -> None:
         """Write the whole block; if that fails, write nothing and raise `OSError`."""

@@ -2,9 +2,10 @@
 
 import json
 import math
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ikkuna.support.failures import log
 
@@ -105,15 +106,16 @@ _FIRST, _LAST = -(1 << 63), (1 << 63) - 1
 _STEP, _TIME, _VALUE = b', "step": ', b', "time": ', b', "value": '
 
 
-class LineFile(NamedTuple):
+@dataclass(slots=True)
+class LineFile:
     """The content of a file of JSON lines.
 
     Parameters
     ----------
-    heads : list of tuple
-        Kind, name and pass of each series.
+    heads : dict of tuple to int
+        Kind, name and pass of each series, and its number, in this order.
     series, steps, values, times : list of int or float
-        For each number the position of its series in `heads`, its step, value and time.
+        For each number that of its series, its step, value and time.
     restarts : list of (int, int)
         For each resumed training how many numbers are before it, and the step from which on it replaces them.
     others : list of dict
@@ -124,54 +126,39 @@ class LineFile(NamedTuple):
         Size of the incomplete line at the end.
     """
 
-    heads: list[tuple[str, str | None, str]]
-    series: list[int]
-    steps: list[int]
-    values: list[float]
-    times: list[float]
-    restarts: list[tuple[int, int]]
-    others: list[dict[str, Any]]
-    lost: int
-    waiting: int
-
-
-class _Builder:
-    """The lists of a file, while they are filled."""
-
-    def __init__(self) -> None:
-        self.heads: dict[tuple[str, str | None, str], int] = {}
-        self.known: dict[bytes, int] = {}
-        self.series: list[int] = []
-        self.steps: list[int] = []
-        self.values: list[float] = []
-        self.times: list[float] = []
-        self.restarts: list[tuple[int, int]] = []
-        self.others: list[dict[str, Any]] = []
-        self.lost = 0
+    heads: dict[tuple[str, str | None, str], int] = field(default_factory=dict)
+    series: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    restarts: list[tuple[int, int]] = field(default_factory=list)
+    others: list[dict[str, Any]] = field(default_factory=list)
+    lost: int = 0
+    waiting: int = 0
+    _known: dict[bytes, int] = field(default_factory=dict)
 
     def add(self, line: bytes) -> None:
         """Add a line; one that the writer of ikkuna has written is split at its commas."""
         head, step, rest = line.partition(_STEP)
-        series = self.known.get(head)
+        series = self._known.get(head)
         if series is not None and rest.endswith(b"}"):
             step, _, rest = rest.partition(_TIME)
             time, _, value = rest.partition(_VALUE)
             try:
-                numbers = int(step), float(time), float(value[:-1])
-                if not _FIRST <= numbers[0] <= _LAST:
-                    raise ValueError
+                self._append(series, step, time, value[:-1])
             except ValueError:  # another kind of line, a number in quotes, or a damaged line
                 self._parse(line, head)
-                return
-            self._append(series, numbers[0], numbers[2], numbers[1])
         else:
             self._parse(line, head)
 
-    def _append(self, series: int, step: int, value: float, time: float) -> None:
+    def _append(self, series: int, step: Any, time: Any, value: Any) -> None:
+        numbers = int(step), float(time), float(value)
+        if not _FIRST <= numbers[0] <= _LAST:
+            raise ValueError
         self.series.append(series)
-        self.steps.append(step)
-        self.values.append(value)
-        self.times.append(time)
+        self.steps.append(numbers[0])
+        self.times.append(numbers[1])
+        self.values.append(numbers[2])
 
     def _parse(self, line: bytes, head: bytes) -> None:
         entry = parse_line(line)
@@ -187,16 +174,14 @@ class _Builder:
         try:
             name = entry.get("module")
             key = str(entry["kind"]), None if name is None else str(name), str(entry.get("pass", "training"))
-            numbers = int(entry["step"]), float(entry["value"]), float(entry.get("time", 0.0))
-            if not _FIRST <= numbers[0] <= _LAST:
-                raise ValueError
+            series = self.heads.get(key, len(self.heads))
+            self._append(series, entry["step"], entry.get("time", 0.0), entry["value"])
         except (KeyError, TypeError, ValueError, OverflowError):
             self.lost += 1
             return
-        series = self.heads.setdefault(key, len(self.heads))
+        self.heads[key] = series
         if head.startswith(b'{"kind": ') and parse_line(head + b"}") is not None:
-            self.known[head] = series
-        self._append(series, *numbers)
+            self._known[head] = series
 
 
 def read_lines(path: Path, size: int | None = None) -> LineFile:
@@ -218,13 +203,13 @@ def read_lines(path: Path, size: int | None = None) -> LineFile:
     """
     data = path.read_bytes()[:size]
     end = data.rfind(b"\n") + 1
-    builder = _Builder()
+    found = LineFile()
     rest = data[end:]
     for line in data[:end].split(b"\n"):
         if line.strip():
-            builder.add(line.strip())
+            found.add(line.strip())
     if rest and parse_line(rest) is not None:  # other programs may write no end of the last line
-        builder.add(rest.strip())
+        found.add(rest.strip())
         rest = b""
-    lists = builder.series, builder.steps, builder.values, builder.times, builder.restarts, builder.others
-    return LineFile(list(builder.heads), *lists, builder.lost, len(rest))
+    found.waiting = len(rest)
+    return found

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-_FLAGS = (
+NEW_FILE = (
     os.O_WRONLY
     | os.O_CREAT
     | os.O_EXCL  # neither an existing file nor a link that another user has created is opened
@@ -16,6 +16,17 @@ _FLAGS = (
     | getattr(os, "O_NOFOLLOW", 0)
     | getattr(os, "O_BINARY", 0)
 )
+"""The flags that open a new file for writing."""
+
+
+def synchronise_directory(directory: Path) -> None:
+    """Write the names in a directory to the disk, so that new files are durable, where the system can do that."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -73,7 +84,7 @@ def atomic_file(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
     ...     (Path(directory) / "numbers").read_bytes()
     b'1 2 3'
     """
-    with atomic_path(path) as partial, open(os.open(partial, _FLAGS, mode), "wb") as file:
+    with atomic_path(path) as partial, open(os.open(partial, NEW_FILE, mode), "wb") as file:
         yield file
 
 
