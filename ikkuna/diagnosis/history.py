@@ -297,6 +297,8 @@ class History:
 
         The median of the last five values is compared with that of the first five: it is lower by more than 2% and than the median
         absolute deviation of the first five, and higher than that of the five values before by less than half of the fall.
+        Where the values are too noisy for this, because each is that of another batch, the loss falls if the movement of the weights
+        has lowered it by more than 2%, see ``loss_change_bound``, and it has not risen by more than the first five values differ.
         """
         curve = self.curve("loss")
         if curve is None:
@@ -308,7 +310,11 @@ class History:
         first, recent, before = middle(curve.first[:5]), curve.median(5), curve.median(5, skip=5)
         noise = middle([abs(value - first) for value in curve.first[:5]])
         fall = first - recent
-        return fall > max(0.02 * abs(first), noise) and recent - before < 0.5 * fall
+        if fall > max(0.02 * abs(first), noise):
+            return recent - before < 0.5 * fall
+        bounds = self.curve("loss_change_bound")
+        lowered = 0.0 if bounds is None else -sum(bounds.values)
+        return lowered > 0.02 * abs(first) and -fall <= max(curve.first[:5]) - min(curve.first[:5])
 
     def matrices(self, kind: str) -> list[tuple[str, TimeSeries]]:
         """Return the fresh series of weights with two or more axes."""

@@ -66,8 +66,8 @@ def preflight(
     """Check a model, a batch, a loss and an optimizer before training, and return what is wrong.
 
     The checks run the model a few times and leave it as it was: parameters, buffers, gradients, modes, attributes, hooks
-    and random states are the same afterwards, also if a check or the model raises.  The optimizer is not used.
-    While the checks run, a copy of the parameters and their gradients exist.
+    and random states are the same afterwards, also if a check or the model raises.  The optimizers make no step; copies of the
+    model and the optimizers may make one.  While the checks run, a copy of the parameters and their gradients exist.
     Changes inside a list or dictionary of the user, and changes outside the model, are not restored.
 
     Parameters

@@ -353,6 +353,20 @@ def layers_without_an_activation():
     return model, vectors(), nn.CrossEntropyLoss()
 
 
+@healthy
+def blocks_that_begin_at_zero():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+            nn.init.zeros_(self.net[2].weight)
+
+        def forward(self, x):
+            return x + self.net(x)
+
+    return nn.Sequential(nn.Linear(20, 64), Block(), nn.Linear(64, 10)), vectors(), nn.CrossEntropyLoss()
+
+
 @fault("labels_of_other_samples")
 def time_and_samples_in_different_orders():
     class Tagger(nn.Module):

@@ -84,6 +84,18 @@ def test_falling_losses(losses, expected):
     assert history(losses).loss_falls is expected
 
 
+@pytest.mark.parametrize(
+    ("bounds", "last", "expected"),
+    [([-0.5, -0.6], 5.0, True), ([-0.5, 0.45], 5.0, False), ([-0.5, -0.6], 9.5, False), ([2.0], 5.0, False)],
+)
+def test_a_noisy_loss_falls_if_the_weights_have_lowered_it(bounds, last, expected):
+    """The values differ from 3 to 7 between batches; 2% of 5 is 0.1."""
+    known = history([4, 6, 5, 3, 7, *[last] * 5])
+    for step, bound in enumerate(bounds):
+        known.add("loss_change_bound", None, step, bound)
+    assert known.loss_falls is expected
+
+
 def test_a_run_without_losses_does_not_fall():
     assert History(Network()).loss_falls is None
 

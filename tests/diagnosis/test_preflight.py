@@ -361,15 +361,31 @@ def relu_after_the_last_layer():
     return with_optimizer(model, vectors(), nn.CrossEntropyLoss())
 
 
+def summed_classes(make):
+    model, batch, *_ = classifier()
+    return model, batch, nn.CrossEntropyLoss(reduction="sum"), make(model.parameters())
+
+
 @mistake(("loss_scale", "warning", None))
 def sum_in_place_of_the_mean():
-    return classifier(loss=nn.CrossEntropyLoss(reduction="sum"))
+    return summed_classes(lambda parameters: torch.optim.SGD(parameters, 0.5))
+
+
+@mistake(("loss_scale", "info", None))
+def sum_with_a_rate_for_sums():
+    return summed_classes(lambda parameters: torch.optim.SGD(parameters, 0.5 / 32, momentum=0.9))
+
+
+@mistake(("loss_scale", "info", None))
+def sum_with_an_optimizer_that_ignores_the_scale():
+    return summed_classes(torch.optim.Adam)
 
 
 @mistake(("loss_scale", "warning", None))
 def sum_of_squares_by_hand():
     loss = lambda output, labels: (output - labels).square().sum()  # noqa: E731
-    return with_optimizer(stack([20, 64, 3]), (torch.randn(32, 20), torch.randn(32, 3)), loss)
+    model = stack([20, 64, 3])
+    return model, (torch.randn(32, 20), torch.randn(32, 3)), loss, torch.optim.SGD(model.parameters(), 0.1)
 
 
 @mistake(("first_step_runs", "error", None))
@@ -426,6 +442,33 @@ def small_weights():
         for layer in model[::2]:
             layer.weight.mul_(0.1)
     return with_optimizer(model, vectors(), nn.CrossEntropyLoss())
+
+
+class NearestCode(nn.Module):
+    """Replaces each row by one of two codes, the first of which is the nearest of all; gradients pass by."""
+
+    def forward(self, x):
+        codes = torch.stack([torch.zeros_like(x[0]), torch.full_like(x[0], 1e4)])
+        return x + (codes[torch.cdist(x, codes).argmin(1)] - x).detach()
+
+
+class Gone(NearestCode):
+    """Replaces each row by the same one, and gradients do not pass."""
+
+    def forward(self, x):
+        return super().forward(x).detach() + 0 * x
+
+
+@mistake(("signal_lost", "info", "2"))
+def one_code_for_all_rows_with_gradients_that_pass():
+    return with_optimizer(
+        nn.Sequential(nn.Linear(20, 8), NearestCode(), nn.Linear(8, 10)), vectors(), nn.CrossEntropyLoss()
+    )
+
+
+@mistake(("signal_lost", "error", "2"))
+def one_code_for_all_rows_without_gradients():
+    return with_optimizer(nn.Sequential(nn.Linear(20, 8), Gone(), nn.Linear(8, 10)), vectors(), nn.CrossEntropyLoss())
 
 
 @mistake(("signal_scale", "warning", "2"))

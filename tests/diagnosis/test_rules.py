@@ -174,6 +174,27 @@ def test_a_head_that_is_scaled_by_its_outputs_explains_the_first_loss(scale, is_
     assert bool(first_findings("loss_at_init", network, series)) == is_found
 
 
+@pytest.mark.parametrize(("classes", "is_found"), [(10.0, False), (7.0, True)])
+def test_a_branch_with_a_small_scale_is_not_the_last_layer(classes, is_found):
+    """The branch is registered last; it counts as the last layer if no matrix has a row for each class."""
+    entries = [("first", (64, 20)), ("head", (10, 64)), ("branch", (64, 64))]
+    network = Network([ModuleEntry(name, "Linear", (("weight", shape),)) for name, shape in entries])
+    series = {("weights_norm2", name): 1.0 for name, _ in entries} | {("output_classes", None): classes}
+    series |= {("weight_gradients_norm2", name): 1e-4 if name == "branch" else 1.0 for name, _ in entries}
+    assert bool(first_findings("exploding_gradient", network, series)) == is_found
+
+
+COMPETING = {("loss_change_bound", None): sampled([-2.0])}
+
+
+@pytest.mark.parametrize(("bounds", "severity"), [({}, "warning"), (COMPETING, "info")])
+def test_a_jump_of_a_loss_that_something_else_raises_is_an_info(bounds, severity):
+    """The weights have lowered the loss by 2 in each sample, and it stays where it is."""
+    series = {("loss", None): lambda step: 30.0 if step == 255 else 2.0 + 0.01 * (step % 3)} | bounds
+    (finding,) = findings(rule_named("loss_spike"), series)
+    assert finding.severity == severity
+
+
 @pytest.mark.parametrize("norm", ["LayerNorm", "BatchNorm1d", "LlamaRMSNorm", None])
 def test_a_large_signal_in_front_of_a_normalisation_is_no_finding(norm):
     behind = [ModuleEntry("norm", norm)] if norm else []

@@ -114,6 +114,9 @@ GUESS = 2.1 + 9 / 64  # the entropy of the labels, and the correction for 10 cla
         ("diverges", loss((2.0, 20), (5.2, 30)) | {("loss_change_bound", None): sampled([0.4] * 5)}, 50, 1.0),
         ("diverges", loss((2.0, 20), (5.2, 30)) | {("loss_change_bound", None): sampled([0, -90, 8.4, 0])}, 50, 2.0),
         ("diverges", loss((2.0, 20), (5.2, 30)) | {("loss_change_bound", None): sampled([0, math.nan])}, 50, 2.0),
+        # the loss was high for 20 steps and has come back: the next time it must stay for 40
+        ("diverges", loss((2.0, 20), (5.2, 25), (2.0, 35), (5.2, 50)), 120, 0.0),
+        ("diverges", loss((2.0, 20), (5.2, 25), (2.0, 35), (5.2, 80)), 150, 2.0),
         # twice log C
         ("loss_at_init", classification(output_cross_entropy=2 * math.log(10)), 1, 1.0),
         ("loss_at_init", classification(output_cross_entropy=3 * math.log(10)), 11, 1.5),

@@ -16,7 +16,7 @@ from ikkuna.diagnosis.mistakes import BATCH_LEAK, BATCH_POSITION, IGNORES_INPUT,
 from ikkuna.diagnosis.preflight_checks.batch import Batch, by_sample, sample_axis, share_between_samples, tensors_of
 from ikkuna.diagnosis.preflight_checks.first_step import ForwardRecord, recorded
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, arranged_scores, main_output
-from ikkuna.diagnosis.preflight_checks.signal import require_different_samples
+from ikkuna.diagnosis.preflight_checks.signal import has_substitute_gradient, require_different_samples
 from ikkuna.diagnosis.preflight_checks.trial import Trial, perturbed_output
 from ikkuna.printable import listed
 from ikkuna.store.finding import Finding
@@ -33,7 +33,9 @@ def ignores_input(trial: Trial) -> Iterator[Finding]:
     require_different_samples(trial)
     if _differs(trial, trial.evaluated) or _differs(trial, trial.evaluate(trial.batch, batch_statistics=True).output):
         return
-    if not _differs(trial, perturbed_output(trial, trial.model.parameters())):
+    if _differs(trial, perturbed_output(trial, trial.model.parameters())):
+        return
+    if not has_substitute_gradient(trial):
         yield IGNORES_INPUT.found(0.0, detail="With other parameters they are so as well.")
 
 

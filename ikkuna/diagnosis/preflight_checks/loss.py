@@ -20,6 +20,7 @@ from ikkuna.diagnosis.mistakes import (
 )
 from ikkuna.diagnosis.preflight_checks.batch import widened
 from ikkuna.diagnosis.preflight_checks.contracts import findings_of
+from ikkuna.diagnosis.preflight_checks.first_update import first_update
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, Classification
 from ikkuna.diagnosis.preflight_checks.trial import Trial, loss_with
 from ikkuna.numerics.prediction import initial_cross_entropy, initial_logit_deviation
@@ -190,7 +191,10 @@ def loss_scale(trial: Trial) -> Iterator[Finding]:
     if abs(growth - once) < 0.02 * abs(once):
         standard = type(trial.loss).__module__.startswith("torch.") or _is_standard(trial)
         detail = "The loss is a sum over the batch, so that gradients grow with the number of samples."
-        yield LOSS_SCALE.found(size or math.nan, detail=detail, at_most="error" if standard else "info")
+        at_most = "error" if standard else "info"
+        if _fits_the_rate(trial):
+            at_most, detail = "info", f"{detail} The first step of the optimizer is not too long for it."
+        yield LOSS_SCALE.found(size or math.nan, detail=detail, at_most=at_most)
     elif abs(growth) > _RELATIVE * abs(once):
         thrice = _loss_of_copies(trial, 3)
         # a part that is a sum and a part that is a mean grow together by the same amount with each copy
@@ -198,6 +202,14 @@ def loss_scale(trial: Trial) -> Iterator[Finding]:
             yield MIXED_REDUCTION.found(growth / once, detail=f"It is {growth / once:.0%} of the loss.")
         elif all(abs(number * value - once) < _RELATIVE * abs(once) for number, value in ((2, twice), (3, thrice))):
             yield DIVIDED_TWICE.found(size or math.nan)
+
+
+def _fits_the_rate(trial: Trial) -> bool:
+    """Return whether the first step lowers the loss as its gradient says."""
+    try:
+        return not first_update(trial).overshoots
+    except CannotJudgeError:
+        return False
 
 
 def _loss_of_copies(trial: Trial, number: int) -> float:

@@ -17,16 +17,18 @@ from ikkuna.diagnosis.mistakes import (
 )
 from ikkuna.diagnosis.preflight_checks.batch import by_sample, share_between_samples, widened
 from ikkuna.diagnosis.preflight_checks.first_step import CallRecord
-from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
+from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, main_output
 from ikkuna.diagnosis.preflight_checks.trial import Trial
 from ikkuna.printable import counted, listed
 from ikkuna.store.finding import Finding
 from ikkuna.support.modules import class_name, module_of, named_modules
 from ikkuna.support.torch_internals import CONVOLUTIONS
+from ikkuna.support.undisturbed import run_model
 
 _LARGEST_RMS = 30.0  # healthy layers stay below 5
 _LOST = 1e-7  # healthy networks stay above 2e-5
 _SAME_INPUTS = 1e-6
+_SUBSTITUTED = 1e-3  # of the energy; a straight-through estimator has 0.1 to 1
 _NOTHING = 1e-10  # of the energy: what rounding in float32 leaves, with a margin
 _DEAD = 0.9
 _BY_CHANCE = 1e-4
@@ -70,8 +72,33 @@ def signal_lost(trial: Trial) -> Iterator[Finding]:
         lost -= 1
     if 0 < lost < len(shares):  # a layer that has never seen the input is the matter of ignores_input
         name, value = shares[lost]
-        at_most = "error" if share < _NOTHING else "warning"
-        yield SIGNAL_LOST.found(value, name, detail="This layer is the first.", at_most=at_most, evidence=tuple(shares))
+        at_most, detail = "error" if share < _NOTHING else "warning", "This layer is the first."
+        if has_substitute_gradient(trial):
+            at_most, detail = "info", f"{detail} {_SUBSTITUTE}"
+        yield SIGNAL_LOST.found(value, name, detail=detail, at_most=at_most, evidence=tuple(shares))
+
+
+_SUBSTITUTE = "The gradient of the outputs differs all the same, as that of a choice among codes does: training can separate them."
+
+
+def has_substitute_gradient(trial: Trial) -> bool:
+    """Return whether the outputs would differ between samples if they were as their gradient by autograd says.
+
+    The gradient of a random combination of the outputs, times the inputs minus their mean, is what this combination should differ by.
+    """
+    size = trial.batch.size
+    with trial.running(as_training=True, autograd=True):
+        batch = trial.batch.map(lambda t: t.clone().requires_grad_() if t.is_floating_point() else t, labels=False)
+        sources = [t for t in batch.tensors if t.requires_grad and t.ndim and len(t) == size]
+        output = main_output(run_model(trial.model, batch.inputs), batch.loss_inside)
+        if not sources or not output.requires_grad or size is None or len(output) % size:
+            return False
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(output)
+        gradients = torch.autograd.grad((weights * output).sum(), sources, allow_unused=True)
+    pairs = [(s.detach(), g) for s, g in zip(sources, gradients, strict=True) if g is not None]
+    differences = [((x - x.mean(0)) * g).flatten(1).sum(1) for x, g in pairs]
+    energy = float(sum(difference.square().sum() for difference in differences))
+    return energy > _SUBSTITUTED * float((weights * output.detach()).flatten(1).sum(1).square().sum())
 
 
 def require_different_samples(trial: Trial) -> None:

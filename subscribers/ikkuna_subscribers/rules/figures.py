@@ -118,6 +118,12 @@ def guessing_loss(history: History) -> float:
     return math.log(classes.last) if classes is not None and classes.last > 1 else math.nan
 
 
+def is_of_classes(history: History, name: str) -> bool:
+    """Return whether a weight matrix has a row for each class of the outputs, as that of the last layer has."""
+    classes, shape = history.curve("output_classes"), history.network.shape_of(name)
+    return classes is not None and shape is not None and shape[0] == classes.last
+
+
 def scale_of_loss(history: History) -> float:
     """Return the loss that a rise is compared with: that of a guess or that of the first steps, whichever is larger."""
     curve = history.curve("loss")
@@ -125,6 +131,18 @@ def scale_of_loss(history: History) -> float:
         return math.nan
     first, guess = abs(middle(curve.first[:5])), guessing_loss(history)
     return max(first, guess) if guess == guess else first
+
+
+def raised_by_others(history: History) -> float:
+    """Return by how much something else than the movement of the weights has raised the loss; negative if that is unknown.
+
+    The movement has changed the loss by at most the sum of ``loss_change_bound``; the rest was made by a term, a network or data that
+    compete with what the gradient lowers.
+    """
+    bounds, curve = history.curve("loss_change_bound"), history.curve("loss")
+    if bounds is None or curve is None:
+        return -math.inf
+    return curve.median(16) - middle(curve.first[:5]) - math.fsum(bounds.values)
 
 
 def noise_of_loss(curve: TimeSeries, level: float) -> float:

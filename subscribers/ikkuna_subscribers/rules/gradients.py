@@ -6,18 +6,21 @@ from collections.abc import Iterator
 from ikkuna.diagnosis import History, Rule, Score
 from ikkuna.diagnosis.history import middle
 from ikkuna.diagnosis.mistakes import EXPLODING_GRADIENT, NO_GRADIENT, VANISHING_GRADIENT
-from ikkuna_subscribers.rules.figures import gradient_growth, gradient_scales, sources
+from ikkuna_subscribers.rules.figures import gradient_growth, gradient_scales, is_of_classes, sources
 
 
 class ExplodingGradientRule(Rule, mistake=EXPLODING_GRADIENT):
     """At the first step the gradient of a weight matrix is far larger than that of the last one.
 
+    The last matrix is that with a row for each class; without classes, the last in the order of registration.
     Threshold: 100 times; healthy runs stay below 3.  Weights in front of a normalisation are left out: in a ResNet-50 of the usual
     initialisation their gradients are up to 1,000 times that of the last layer, and it learns.
     Cannot see: a gradient that explodes later (that is the rule gradient_spike).
     """
 
     needs = sources("weight_gradients_norm2")
+    uses = sources("output_classes")
+    judged_on = frozenset(needs)
     thresholds = ("factor",)
     factor: float = 100.0
     patience = 1
@@ -27,9 +30,10 @@ class ExplodingGradientRule(Rule, mistake=EXPLODING_GRADIENT):
         """Yield a score for each matrix at the first step."""
         if history.step != 0:
             return
-        *scales, (_, last) = gradient_scales(history) or [("", 0.0)]
+        scales = gradient_scales(history)
+        last_name, last = ([each for each in scales if is_of_classes(history, each[0])] or scales or [("", 0.0)])[-1]
         for name, scale in scales:
-            if last > 0 and not history.network.is_normalised(name):
+            if name != last_name and last > 0 and not history.network.is_normalised(name):
                 yield Score(scale / last / self.factor, scale / last, name)
 
 

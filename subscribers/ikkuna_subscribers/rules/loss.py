@@ -12,7 +12,14 @@ from ikkuna.numerics.prediction import initial_cross_entropy, initial_logit_devi
 from ikkuna.numerics.spike_score import LIMIT
 from ikkuna_subscribers.gradients import LossChangeBoundSubscriber
 from ikkuna_subscribers.predictions import PredictionSubscriber
-from ikkuna_subscribers.rules.figures import guessing_loss, noise_of_loss, scale_of_loss, sources
+from ikkuna_subscribers.rules.figures import (
+    guessing_loss,
+    is_of_classes,
+    noise_of_loss,
+    raised_by_others,
+    scale_of_loss,
+    sources,
+)
 
 
 class DivergesRule(Rule):
@@ -23,6 +30,7 @@ class DivergesRule(Rule):
     The rule is silent if the movement of the weights can have made less than half of the rise, see `LossChangeBoundSubscriber`.
     Then the loss is no fixed function of the weights: it depends on labels that a network makes, on the policy that is trained, on a model
     that another optimizer trains against it, on data that become harder, or its gradient is reversed on purpose.
+    A loss that has come back from such a level before swings: it must stay there for twice as long as it did then.
     Cannot see: losses that are negative at the start, such as rewards; a slow rise after a long fall.
     """
 
@@ -68,7 +76,16 @@ class DivergesRule(Rule):
         by_chance = rise / (2 * noise) if noise > 0 else math.inf
         score = min(figure / (self.factor * level), rise / (0.2 * scale_of_loss(history)), by_chance)
         explained = self._explained(history)
-        yield Score(min(score, 2 * explained / rise) if rise > 0 else score, figure)
+        score = min(score, 2 * explained / rise) if rise > 0 else score
+        yield Score(score if self._lasts(history, score) else min(score, 0.0), figure)
+
+    def _lasts(self, history: History, score: float) -> bool:
+        """Return whether the loss has been high for twice as long as any time from which it has come back."""
+        memory, step = history.memory[self.name], history.step
+        if score < 1:
+            memory["swing"] = max(memory.get("swing", 0), step - memory.pop("since", step))
+            return True
+        return bool(step - memory.setdefault("since", step) >= 2 * memory.get("swing", 0))
 
     def _explained(self, history: History) -> float:
         """Return the largest rise that the movement of the weights can have made so far; infinite if that is unknown.
@@ -97,7 +114,8 @@ class LossSpikeRule(Rule):
     losses are skewed or have a heavy tail, see `ikkuna.numerics.spike_score`; a rise of less than half a percent of a recent loss is none.
     A jump that is smaller than the rounding error of the weights times the gradients is none.
     The finding is an info if the movement of the weights can have made less than half of the jump, see `LossChangeBoundSubscriber`.
-    If that is unknown, because the step was not measured, it is one while the loss falls, and if the first losses differed by more.
+    If that is unknown, because the step was not measured, it is one while the loss falls, if the first losses differed by more, and if
+    something else than this movement has raised the loss by more before.
     Cannot see: the first 16 values; slow rises (that is the rule diverges); a loss of NaN (that is the rule nonfinite).
     """
 
@@ -138,8 +156,9 @@ class LossSpikeRule(Rule):
         curve, bounds = history.curve("loss"), history.curve("loss_change_bound")
         if bounds is not None and bounds.step == step:
             return _JUMP_OF_BATCH if bounds.last < 0.5 * jump else {}
-        is_usual = curve is not None and jump < max(curve.first) - min(curve.first)
-        return {"at_most": "info"} if history.loss_falls or is_usual else {}
+        if curve is None or history.loss_falls or jump < max(curve.first) - min(curve.first):
+            return {"at_most": "info"}
+        return {"at_most": "info"} if raised_by_others(history) > jump else {}
 
 
 def _rounding_of_loss(history: History) -> float:
@@ -193,8 +212,7 @@ def _explained_loss(history: History, guess: float) -> float:
     """Return the cross-entropy that the last weights explain if they have a usual scale; at least that of a guess."""
     classes = round(math.exp(guess))
     for name, curve in reversed(history.matrices("weights_norm2")):
-        shape = history.network.shape_of(name)
-        if shape is not None and shape[0] == classes:
+        if is_of_classes(history, name) and (shape := history.network.shape_of(name)):
             return initial_cross_entropy(
                 classes, initial_logit_deviation(shape, curve.last / math.sqrt(math.prod(shape)))
             )
@@ -260,6 +278,9 @@ class NoLearningRule(Rule):
     The guess has the frequencies of the labels (their entropy, corrected for the size of the batch after Miller and Madow), at most log C.
     Threshold: 0.95 of the guess, less than 2% better than 10 samples before, after updates that add up to 0.05 of the weights' size,
     for 3 samples in a row.  A value is the median over samples with at least 200 labels together.
+    The rule is silent if in these samples the movement of the weights has lowered the loss by 2% of the guess or more, although this is
+    hidden by the differences between batches, see `LossChangeBoundSubscriber`.
+    It is an info if something else than this movement has raised the loss by more than that of a guess: another term competes.
     Cannot see: tasks that need longer than a hundred steps before anything happens look the same for a while; other losses.
     """
 
@@ -268,6 +289,8 @@ class NoLearningRule(Rule):
     needs = sources(
         "output_cross_entropy", "output_classes", "label_entropy", "label_count", "weight_updates_weights_ratio"
     )
+    uses = sources("loss_change_bound")
+    judged_on = frozenset(needs)
     thresholds = ("share", "labels")
     share: float = 0.95
     labels: float = 200
@@ -297,7 +320,10 @@ class NoLearningRule(Rule):
         pairs = zip(mean.tail(window + 10), entropy.tail(window + 10), strict=False)
         shares = [loss / min(max(labels, 0.2) + bias, most) for loss, labels in pairs]
         now, before = middle(shares[-window:]), middle(shares[:window])
-        yield Score(now / self.share if now > 0.98 * before else 0.0, now)
+        bounds = history.curve("loss_change_bound")
+        is_lowered = bounds is not None and -sum(bounds.tail(10)) > 0.02 * guess
+        score = now / self.share if now > 0.98 * before and not is_lowered else 0.0
+        yield Score(score, now, at_most="info" if raised_by_others(history) > guess else "error")
 
 
 class OverfitRule(Rule):
