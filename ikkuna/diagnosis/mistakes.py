@@ -284,6 +284,33 @@ NO_ACTIVATION = Mistake(
     meaning="The output is a linear function of the inputs, although several layers with weights follow each other.",
     advice="put an activation function between the layers",
 )
+ONE_LABEL = Mistake(
+    "one_label",
+    "warning",
+    "warning",
+    meaning="Every label is {figure:g}: there is nothing to distinguish.",
+    advice="check how the labels are loaded",
+    explains=_names("lost_updates logit_growth repeated_batch ignores_input no_learning class_collapse not_shuffled"),
+)
+CONSTANT_RESULT = Mistake(
+    "constant_result",
+    meaning="An operation has the same result for every input, so that it passes no gradient.",
+    advice="check the axis and the shape of its input",
+    explains=_names("zero_gradient signal_lost ignores_input no_learning plateau never_moves vanishing_gradient"),
+)
+MASK_AS_INDEX = Mistake(
+    "mask_as_index",
+    "error",
+    meaning="A mask of 0 and 1 is used as indices, which choose the rows 0 and 1 again and again.",
+    advice="convert the mask to torch.bool before it chooses rows",
+    explains=_names("labels_without_gradient no_learning plateau class_collapse"),
+)
+TRIVIAL_OPTIMUM = Mistake(
+    "trivial_optimum",
+    meaning="The loss is least if the network returns the same for every input: all that it does is to draw outputs together.",
+    advice="stop the gradient of one of the two, or add negatives or a term for the variance of outputs",
+    explains=_names("rank_collapse ignores_input signal_lost class_collapse plateau vanishing_gradient zero_gradient"),
+)
 OWN_CANDIDATE = Mistake(
     "own_candidate",
     meaning="Each row is among the candidates to which it is compared, has the largest similarity with itself ({figure:.0%} of the "

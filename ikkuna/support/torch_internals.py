@@ -197,6 +197,10 @@ def saved_by(node: Any, name: str) -> Any:
         if raw is None:
             found = getattr(node, f"_saved_{name}", None)
             return found - (1 << 64) if isinstance(found, int) and found >> 63 == 1 else found  # torch forgets the sign
+        if isinstance(raw, tuple):
+            return tuple(
+                None if each.unpack_hook is not None or each.data is None else each.data.detach() for each in raw
+            )
         found = None if getattr(raw, "unpack_hook", True) is not None else raw.data
     except RuntimeError:  # it was freed
         return None

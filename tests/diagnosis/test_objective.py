@@ -15,7 +15,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:reduction", "ignore:Using a targ
 ROWS, WORDS, TIMES = 16, 11, 7
 RULES = {
     "loss_contract", "label_shape", "mixed_reduction", "unbounded_loss", "own_candidate", "loss_floor", "time_leak", "label_offset",
-    "padding_in_loss", "inverted_mask", "viewed_axes", "softmax_twice", "sigmoid_twice", "no_log_softmax", "labels_no_distribution",
+    "padding_in_loss", "inverted_mask", "viewed_axes", "one_label",
+    "constant_result", "mask_as_index", "trivial_optimum", "softmax_twice", "sigmoid_twice", "no_log_softmax", "labels_no_distribution",
 }  # fmt: skip
 RIGHT, WRONG = {}, {}
 
@@ -47,7 +48,7 @@ def classes(count=4):
     return torch.randint(count, (ROWS,))
 
 
-def train(model, objective, steps=12, optimizer=None):
+def train(model, objective, steps=54, optimizer=None):
     """Return the losses of some steps down an objective of the model."""
     optimizer = optimizer or torch.optim.Adam(model.parameters(), 1e-3)
     losses = []
@@ -353,6 +354,155 @@ def images_and_texts():
         return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels)) / 2
 
     return Both(), objective
+
+
+@wrong("trivial_optimum")
+def twins():
+    def objective(model):
+        x = rows()
+        one, two = (model(x + 0.1 * torch.randn_like(x)) for _ in range(2))
+        return -F.cosine_similarity(one, two).mean()
+
+    return net(), objective
+
+
+@wrong("trivial_optimum")
+def twins_of_squares():
+    def objective(model):
+        x = rows()
+        return F.mse_loss(model(x), model(x + 0.1 * torch.randn_like(x)))
+
+    return net(), objective
+
+
+@right
+def twins_with_a_stop():
+    return net(), lambda m: -F.cosine_similarity(m(x := rows()), m(x + 0.1).detach()).mean()
+
+
+@right
+def twins_with_a_variance():
+    def objective(model):
+        x = rows()
+        one, two = model(x), model(x + 0.1 * torch.randn_like(x))
+        return F.mse_loss(one, two) + F.relu(1 - one.std(0)).mean() + F.relu(1 - two.std(0)).mean()
+
+    return net(), objective
+
+
+@right
+def twins_of_normalised_outputs():
+    def objective(model):
+        x = rows()
+        return F.mse_loss(model(x), model(x + 0.1 * torch.randn_like(x)))
+
+    return nn.Sequential(*net(), nn.BatchNorm1d(4, affine=False)), objective
+
+
+@right
+def triplets():
+    return net(), lambda m: F.triplet_margin_loss(m(x := rows()), m(x + 0.1), m(x.roll(1, 0)))
+
+
+@right
+def residuals_of_values():
+    """Both sides of the difference have a gradient, and the reward keeps them apart."""
+    return net(8, 1), lambda m: F.mse_loss(m(rows()), torch.rand(ROWS, 1) + 0.9 * m(rows()))
+
+
+# -- labels and operations ---------------------------------------------------------------------------------------------
+
+
+def critic_of(labels):
+    def objective(model):
+        scores = [model(rows()) for _ in labels]
+        return sum(
+            F.binary_cross_entropy_with_logits(s, torch.full_like(s, y)) for s, y in zip(scores, labels, strict=True)
+        )
+
+    return net(8, 1), objective
+
+
+@wrong("one_label")
+def everything_is_real():
+    return critic_of([1.0, 1.0])
+
+
+@right
+def real_and_made():
+    return critic_of([1.0, 0.0])
+
+
+class Pooled(nn.Module):
+    def __init__(self, scores, norm=None):
+        super().__init__()
+        self.body, self.score, self.head = nn.Linear(8, 12), nn.Linear(12, 1), nn.Linear(12, 4)
+        self.scores, self.norm = scores, norm or nn.Identity()
+
+    def forward(self, x):
+        hidden = self.norm(self.body(x).tanh())
+        return self.head((self.scores(self.score(hidden)) * hidden).sum(1))
+
+
+def pooled(model):
+    return model, lambda m: F.cross_entropy(m(torch.randn(ROWS, TIMES, 8)), classes())
+
+
+@right
+def pool_over_times():
+    return pooled(Pooled(lambda scores: scores.softmax(1)))
+
+
+@wrong("constant_result")
+def pool_over_scores():
+    return pooled(Pooled(lambda scores: scores.softmax(2)))
+
+
+@wrong("constant_result")
+def groups_of_one():
+    return nn.Sequential(nn.Linear(8, 6), nn.GroupNorm(6, 6), nn.Linear(6, 4)), lambda m: F.cross_entropy(
+        m(rows()), classes()
+    )
+
+
+def policy(old):
+    def objective(model):
+        choice = torch.distributions.Categorical(logits=model(rows()))
+        logarithms = choice.log_prob(choice.sample())
+        ratio = (logarithms - old(logarithms)).exp()
+        return -(ratio * torch.randn(ROWS)).mean() - 0.1 * choice.entropy().mean()
+
+    return net(), objective
+
+
+@right
+def ratio_to_the_old_policy():
+    return policy(lambda logarithms: logarithms.detach())
+
+
+@wrong("constant_result")
+def ratio_to_itself():
+    return policy(lambda logarithms: logarithms * 1)
+
+
+def nodes_of_a_mask(convert):
+    mask, labels = torch.arange(ROWS) % 3 == 0, torch.arange(ROWS) % 4
+    return net(), lambda m: F.cross_entropy(m(rows())[convert(mask)], labels[convert(mask)])
+
+
+@right
+def known_nodes():
+    return nodes_of_a_mask(lambda mask: mask)
+
+
+@right
+def numbers_of_nodes():
+    return nodes_of_a_mask(lambda mask: mask.nonzero().flatten())
+
+
+@wrong("mask_as_index")
+def mask_as_numbers():
+    return nodes_of_a_mask(lambda mask: mask.long())
 
 
 # -- sequences ---------------------------------------------------------------------------------------------------------

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikkuna.diagnosis.mistakes import INVERTED_MASK
-from ikkuna.diagnosis.objective import positions, similarities, sums
+from ikkuna.diagnosis.mistakes import CONSTANT_RESULT, INVERTED_MASK, ONE_LABEL
+from ikkuna.diagnosis.objective import operations, positions, similarities, sums
 from ikkuna.diagnosis.objective.graph import ObjectiveGraph, nearest_parameters, operation, terms
 from ikkuna.diagnosis.preflight_checks.batch import tensors_of, without_labels
-from ikkuna.diagnosis.preflight_checks.contracts import findings_of
+from ikkuna.diagnosis.preflight_checks.contracts import LossCall, findings_of
 from ikkuna.store.finding import Finding
 from ikkuna.support.failures import log
 from ikkuna.support.modules import module_of, named_modules, named_parameters
@@ -22,7 +22,9 @@ from ikkuna.support.threads import run_apart
 from ikkuna.support.undisturbed import gradients, switched
 
 _MOST_PASSES = 6
+_MANY_LABELS = 128
 _OF_CLASSES = ("NllLoss", "NllLoss2D")
+_CLASSIFYING = ("binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "nll_loss")
 _OF_DATA = ("Addmm", "Convolution", "Embedding", "NativeBatchNorm", "NativeLayerNorm", "MkldnnRnnLayer")
 
 
@@ -50,6 +52,8 @@ class RecordedObjective:
         self._samples: int | None = None
         self._found: list[Finding] = []
         self._sequences: list[positions.LabelledTokens] = []
+        self._labels: set[float] = set()
+        self._count_of_labels = self._ratios = 0
 
     @property
     def is_done(self) -> bool:
@@ -106,21 +110,45 @@ class RecordedObjective:
         model = self._model()
         if model is None:
             return
-        found: list[Finding] = []
-        if not is_known:
-            found += findings_of(sums.losses_in(graph.nodes, outputs))
         of_model = {id(parameter): name for name, parameter in named_parameters(model)}
+        is_alone = graph.parameters.keys() <= of_model.keys()  # a player of a game may raise another one's loss
+        self._read_losses(sums.losses_in(graph.nodes, outputs), is_known, is_alone)
         added = terms(graph, self._samples)
         if added is not None:
-            found += sums.mixed_reduction(added, _is_of_data)
-            if graph.parameters.keys() <= of_model.keys():  # in a game, a player may raise another one's loss
-                found += sums.unbounded(added)
-            found += () if is_known else sums.outer_difference(added, self._samples)
-        found += similarities.findings(graph.nodes)
-        for node in graph.nodes:
-            found += positions.exchanged_axes(node) if operation(node) in _OF_CLASSES else ()
-        self._found += found
+            self._found += sums.mixed_reduction(added, _is_of_data)
+            self._found += () if is_known else sums.outer_difference(added, self._samples)
+            if is_alone:
+                self._found += sums.unbounded(added)
+                self._found += operations.trivial_optimum(added, outputs)
+        self._found += similarities.findings(graph.nodes)
+        self._read_operations(graph.nodes, of_model)
         self._read_sequences(graph, model, of_model)
+
+    def _read_losses(self, calls: list[LossCall], is_known: bool, is_alone: bool) -> None:
+        """Judge the arguments of losses of torch, and when all passes were read whether every label was the same."""
+        if not is_known:
+            self._found += findings_of(calls)
+        labels = [call.arguments["target"] for call in calls if call.name in _CLASSIFYING]
+        for target in labels if is_alone else ():
+            self._labels.update(target.unique().tolist())
+            self._count_of_labels += target.numel()
+        if self.is_done and len(self._labels) == 1 and self._count_of_labels >= _MANY_LABELS:
+            self._found.append(ONE_LABEL.found(min(self._labels)))
+
+    def _read_operations(self, nodes: list[Any], of_model: dict[int, str]) -> None:
+        """Judge the shapes and results of operations."""
+        for node, finding in operations.constant_results(nodes):
+            self._found.append(replace(finding, module=_module_behind(node, of_model)))
+        self._found += operations.masks_as_indices(nodes)
+        self._ratios += operations.ratios_of_one(nodes)
+        if self._ratios == 2:  # before the first update the two may be equal by their initial weights
+            detail = (
+                "The exponential of a difference is always 1, and the gradients of its two sides cancel each other."
+            )
+            advice = "detach the older of the two, such as the log-probabilities of the policy that has acted"
+            self._found.append(CONSTANT_RESULT.found(detail=detail, advice=advice))
+        for node in nodes:
+            self._found += positions.exchanged_axes(node) if operation(node) in _OF_CLASSES else ()
 
     def _read_sequences(self, graph: ObjectiveGraph, model: nn.Module, of_model: dict[int, str]) -> None:
         tokens = self._tokens()

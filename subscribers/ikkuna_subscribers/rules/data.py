@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ikkuna.diagnosis import History, Rule, Score
-from ikkuna.diagnosis.mistakes import IGNORES_INPUT, INPUT_SCALE, SIGMOID_TWICE, SOFTMAX_TWICE
+from ikkuna.diagnosis.mistakes import IGNORES_INPUT, INPUT_SCALE, ONE_LABEL, SIGMOID_TWICE, SOFTMAX_TWICE
 from ikkuna_subscribers.rules.figures import guessing_loss, sources, stays_below
 
 
@@ -142,30 +142,15 @@ class NotShuffledRule(Rule):
         yield Score(min(figure / self.factor, between / (between + within) / self.share), figure)
 
 
-class OneLabelRule(Rule):
+class OneLabelRule(Rule, mistake=ONE_LABEL):
     """Every label of every sampled batch is of the same class.
 
     Threshold: a fact, without a number, for 8 samples in a row with at least 4 labels.
     Cannot see: labels that are wrong in another way (the rule no_learning sees random ones).
     """
 
-    name = "one_label"
-    severity_while_falling = "warning"
     needs = sources("label_mean", "label_variance", "label_count")
     patience = 8
-    explains = frozenset(
-        (
-            "lost_updates",
-            "logit_growth",
-            "repeated_batch",
-            "ignores_input",
-            "no_learning",
-            "class_collapse",
-            "not_shuffled",
-        )
-    )
-    meaning = "Every label is {figure:g}: there is nothing to distinguish."
-    advice = "check how the labels are loaded"
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield 1 if the labels are those of the first batch, and all the same."""
