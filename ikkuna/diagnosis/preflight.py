@@ -16,7 +16,7 @@ from ikkuna.diagnosis.preflight_checks.batch import split_batch
 from ikkuna.diagnosis.preflight_checks.freed_outputs import freed_outputs
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.trial import Check, Trial
-from ikkuna.errors import ConfigTypeError
+from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.store.finding import Finding
 
 CHECKS: tuple[Check, ...] = (
@@ -62,6 +62,7 @@ def preflight(
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     *,
     causal: bool | None = None,
+    objective: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Findings:
     """Check a model, a batch, a loss and an optimizer before training, and return what is wrong.
 
@@ -84,6 +85,9 @@ def preflight(
     causal : bool, optional
         Whether an output may depend only on inputs of the same and earlier positions (second axis).  By default the
         model is causal if the labels are the next inputs.
+    objective : callable, optional
+        In place of a loss, a function of the model and the batch that returns what ``backward()`` is called on, for a loop that
+        computes its loss itself.  It is called several times, so it must call the model that it is given, and no optimizer.
 
     Returns
     -------
@@ -95,6 +99,8 @@ def preflight(
     ------
     ConfigTypeError
         If an argument has a wrong type, for example a data loader in place of a batch.
+    ConfigError
+        If there are a loss and an objective.
 
     Examples
     --------
@@ -103,13 +109,23 @@ def preflight(
     >>> optimizer = torch.optim.Adam(model[2].parameters())
     >>> [finding.rule for finding in preflight(model, batch, nn.CrossEntropyLoss(), optimizer)]
     ['not_in_optimizer', 'softmax_twice']
+    >>> def distil(model, batch):
+    ...     goals = torch.full((8, 3), 1 / 3)
+    ...     return nn.functional.kl_div(model(batch[0]), goals, reduction="batchmean")
+    >>> [finding.rule for finding in preflight(model, batch, objective=distil)]
+    ['loss_contract']
     """
     if not isinstance(model, nn.Module):
         raise ConfigTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if loss is not None and not callable(loss):
         raise ConfigTypeError(f"loss must be a function of output and labels, got {type(loss).__name__}")
-    split = None if batch is None else split_batch(batch, loss is not None)
-    trial = Trial(model, split, loss, _optimizers(optimizer), causal)
+    if objective is not None and not callable(objective):
+        raise ConfigTypeError(f"objective must be a function of model and batch, got {type(objective).__name__}")
+    if objective is not None and loss is not None:
+        raise ConfigError("preflight() needs a loss of output and labels or an objective of model and batch, got both")
+    named = batch if objective is None or batch is None else {"batch": batch}
+    split = None if batch is None else split_batch(named, loss is not None)
+    trial = Trial(model, split, loss, _optimizers(optimizer), causal, objective)
     found = FindingList(EXPLAINS)
     judged: list[str] = []
     skipped: dict[str, str] = {}

@@ -77,7 +77,7 @@ class RecordedPreflight:
     reason : str
         Why nothing, or not everything, could be judged; empty if everything was.
     objective : RecordedObjective
-        Reads what ``backward()`` is called on in the first sampled steps.
+        Reads what the first backward passes are called on.
     """
 
     def __init__(self, model: nn.Module | None = None, seconds: float = _SECONDS) -> None:

@@ -748,3 +748,47 @@ def test_the_factors_of_terms_are_the_gradients_of_the_objective():
         gradients = value.grad[value.grad != 0]
         assert by_operation[name].low == pytest.approx(float(gradients.min()))
         assert by_operation[name].high == pytest.approx(float(gradients.max()))
+
+
+# -- before the first step ---------------------------------------------------------------------------------------------
+
+
+def checked(make):
+    torch.manual_seed(0)
+    model, objective = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = ikkuna.preflight(model, torch.zeros(ROWS), objective=lambda model, batch: objective(model))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return [each for each in found if each.severity != "info"]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_objectives_are_not_accused_before_the_first_step(name):
+    assert [str(each) for each in checked(RIGHT[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("layers", "objective", "rule", "module"),
+    [
+        ([nn.Linear(8, 4), nn.Softmax(0)], lambda m, x: m(x).square().mean(), "batch_leak", "1"),
+        ([nn.Linear(8, 4), nn.Softmax(1)], lambda m, x: F.kl_div(m(x), m(x).detach()), "loss_contract", "1"),
+        (
+            [nn.Linear(8, 4), nn.Linear(4, 4)],
+            lambda m, x: m[1](m[0](x).detach().tanh()).mean() + 0 * m(x).sum(),
+            "wrong_gradient",
+            "0",
+        ),
+        ([nn.Linear(8, 4), nn.Dropout(0.5)], lambda m, x: F.dropout(m(x)).mean().detach(), "no_gradient", None),
+        ([nn.Linear(8, 4)], lambda m, x: (_ for _ in ()).throw(ValueError("no")), "first_step_runs", None),
+    ],
+)
+def test_an_objective_is_checked_before_the_first_step(layers, objective, rule, module):
+    found = {each.rule: each for each in ikkuna.preflight(nn.Sequential(*layers), rows(), objective=objective)}
+    assert found[rule].module == module
+
+
+def test_a_loss_and_an_objective_are_refused():
+    with pytest.raises(ikkuna.errors.ConfigError, match="got both"):
+        ikkuna.preflight(net(), rows(), nn.MSELoss(), objective=lambda m, x: m(x).mean())
+    with pytest.raises(ikkuna.errors.ConfigTypeError, match="function of model and batch"):
+        ikkuna.preflight(net(), rows(), objective=3)

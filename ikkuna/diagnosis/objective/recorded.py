@@ -29,7 +29,7 @@ _OF_DATA = ("Addmm", "Convolution", "Embedding", "NativeBatchNorm", "NativeLayer
 
 
 class RecordedObjective:
-    """Finds mistakes in what ``backward()`` is called on, in the first steps that are sampled.
+    """Finds mistakes in what the first six backward passes that reach the model are called on.
 
     It sees the graph of autograd, what its nodes have saved, the integers that the model was called with, and where its outputs have
     a gradient.  Nothing is computed again but losses of torch, of detached copies, on a thread of its own.

@@ -14,7 +14,7 @@ from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.trial import Trial, directions
 from ikkuna.store.finding import Finding
 from ikkuna.support.failures import error_text
-from ikkuna.support.modules import module_of
+from ikkuna.support.modules import module_of, named_parameters
 from ikkuna.support.undisturbed import run_model
 
 _STEPS = (1e-5, 1e-6)  # relative to the root mean square of each parameter
@@ -41,14 +41,15 @@ def wrong_gradient(trial: Trial) -> Iterator[Finding]:
     if not _differs(precise, parameters, gradients, reached):
         return
     owners: dict[str, set[str]] = {}
-    for name in parameters:
-        owners.setdefault(module_of(name), set()).add(name)
+    shown = {id(parameter): name for name, parameter in named_parameters(precise.model)}  # without names of wrappers
+    for name, parameter in parameters.items():
+        owners.setdefault(module_of(shown.get(id(parameter), name)), set()).add(name)
     chosen = [*owners][:: -(-len(owners) // _MOST_MODULES)]
     wrong = [owner for owner in chosen if _differs(precise, parameters, gradients, owners[owner] & reached)]
     if wrong:
-        root = trial.names[trial.model]
-        names = tuple(owner or root for owner in wrong)
-        yield WRONG_GRADIENT.found(len(wrong), names[-1], modules=names)
+        names = tuple(owner or trial.root for owner in wrong)
+        at_most = "info" if trial.has_objective else "error"  # where gradients are stopped on purpose
+        yield WRONG_GRADIENT.found(len(wrong), names[-1], modules=names, at_most=at_most)
 
 
 def _gradients(precise: Trial, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor | None]:

@@ -193,4 +193,4 @@ def _next_to_the_cut(trial: Trial, missing: list[str]) -> str | None:
         order = late if matters(late) else order[: len(order) // 2]
     if not order:
         raise CannotJudgeError("the loss changes from pass to pass")
-    return order[-1] or trial.names[trial.model]
+    return order[-1] or trial.root

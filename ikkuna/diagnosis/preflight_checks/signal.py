@@ -144,8 +144,7 @@ def _matrices(trial: Trial) -> list[str]:
     """Return the weight matrices in the order in which their modules were called."""
     called = trial.first_step.record.called
     order = {name: called[module] for module, name in trial.names.items() if module in called}
-    root = trial.names[next(iter(trial.names))]
-    owners = {name: module_of(name) or root for name in trial.trainable}
+    owners = {name: module_of(name) or trial.root for name in trial.trainable}
     modules = {name: module for module, name in trial.names.items()}
     names = [name for name, p in trial.trainable.items() if _is_matrix(p) and owners[name] in order]
     layers = [name for name in names if not isinstance(modules[owners[name]], nn.Embedding | nn.EmbeddingBag)]

@@ -119,6 +119,24 @@ class Evaluation(NamedTuple):
     draws: bool
 
 
+class _ObjectiveModel(nn.Module):
+    """A model that returns what an objective of the user's computes with it, beside the first output of the model itself."""
+
+    def __init__(self, module: nn.Module, objective: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__()
+        self.module, self.objective = module, objective
+        self.training = module.training
+
+    def forward(self, batch: Any) -> dict[str, Any]:
+        outputs: list[Any] = []
+        handle = self.module.register_forward_hook(lambda module, args, output: outputs.append(output))
+        try:
+            loss = self.objective(self.module, batch)
+        finally:
+            handle.remove()
+        return {"output": outputs[0] if outputs else None, "loss": loss}
+
+
 class TrainingSetup:
     """A model with a batch, a loss and optimizers; each pass leaves them as they were.
 
@@ -136,6 +154,8 @@ class TrainingSetup:
         The optimizers.
     causal : bool, optional
         Whether an output may depend only on earlier positions; ``None`` if the batch decides.
+    objective : callable, optional
+        Called with the model and the batch; then the batch has the only named input ``batch``, and the model computes the loss.
     """
 
     def __init__(
@@ -145,8 +165,10 @@ class TrainingSetup:
         loss: Callable[..., Any] | None = None,
         optimizers: tuple[torch.optim.Optimizer, ...] = (),
         causal: bool | None = None,
+        objective: Callable[[nn.Module, Any], Any] | None = None,
     ) -> None:
-        self.model = without_replica_wrappers(model)
+        self.has_objective = objective is not None
+        self.model = without_replica_wrappers(model if objective is None else _ObjectiveModel(model, objective))
         self.loss = loss
         self.optimizers = optimizers
         self.causal = causal
@@ -165,6 +187,11 @@ class TrainingSetup:
         return devices.pop() if len(devices) == 1 and "meta" not in {device.type for device in devices} else None
 
     # -- what exists without a pass
+    @property
+    def root(self) -> str:
+        """The name of the model."""
+        return self.names[next(iter(self.names))]
+
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that require a gradient, by name."""
