@@ -64,13 +64,17 @@ def healthy(family: str):
 
 
 #: the files of each set; the rules were developed after the first set was known, and before the later one was;
-#: the author of the third set had not read them either
+#: the authors of the third and of the fourth set had not read them either
 SETS = {
     "first": ("supervised", "sequences", "generative", "other_models", "loops", "reports", "sound", "sound_more"),
     "later": ("later_supervised", "later_sequences", "later_generative", "later_loops"),
     "third": (
         *("third_data", "third_losses", "third_training", "third_networks"),
         *("third_sequences", "third_generative", "third_decisions", "third_images"),
+    ),
+    "fourth": (
+        *("fourth_tables", "fourth_vision", "fourth_losses", "fourth_layers", "fourth_loops"),
+        *("fourth_rates", "fourth_language", "fourth_generative", "fourth_decisions"),
     ),
 }
 

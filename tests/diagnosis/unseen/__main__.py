@@ -19,7 +19,12 @@ import torch
 import ikkuna
 from tests.diagnosis.unseen import SETS, Case, cases
 
-RESULTS = {"first": "results.json", "later": "later_results.json", "third": "third_results.json"}
+RESULTS = {
+    "first": "results.json",
+    "later": "later_results.json",
+    "third": "third_results.json",
+    "fourth": "fourth_results.json",
+}
 
 
 def rows(findings) -> list[dict]:
