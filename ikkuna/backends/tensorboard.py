@@ -1,12 +1,16 @@
 """The backend that writes TensorBoard's event files.
 
 The values of several curves: encoded for the event file, and summarised by three curves and a heat map.
+A thread draws the images: heat maps at growing intervals, matrices once each.
 """
 
 import shlex
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.backends.file_backend import FileBackend
-from ikkuna.backends.pictures.event_images import HeatmapImage, MatrixImage, MatrixQueue, import_renderer
+from ikkuna.backends.pictures.heatmap import Heatmap, HeatmapView, with_missing_rows
 from ikkuna.backends.pictures.redraw import Drawable, RedrawThread
 from ikkuna.store.event_format import (
     EventFormat,
@@ -40,9 +44,154 @@ from ikkuna.store.names import (
     series_tag,
     text_tag,
 )
+from ikkuna.store.quantity import NEUTRAL, Quantity
 from ikkuna.store.run_directory import ConfigValue
 from ikkuna.store.values import Image, Matrix, ModuleEntry, ModuleOrder, module_table
 from ikkuna.support.failures import log
+
+Write = Callable[[str, bytes, int], object]
+"""Queues an image: takes its tag, PNG and step."""
+
+
+class HeatmapImage:
+    """The image of a heat map, drawn after `interval` seconds, and then after 1.5 times as long each time.
+
+    These are twenty drawings in a day.
+    The training thread adds values, the drawing thread draws; they hold the lock only to copy numbers.
+
+    Parameters
+    ----------
+    name : str
+        The image's tag.
+    order : ModuleOrder
+        The order of the rows.
+    write : callable
+        Queues the image; called in the drawing thread.
+    interval : float
+        In seconds.
+    quantity : Quantity
+        What the kind is, which decides the scale of colours and the modules that have a row.
+    """
+
+    def __init__(
+        self, name: str, order: ModuleOrder, write: Write, interval: float = 5.0, quantity: Quantity = NEUTRAL
+    ) -> None:
+        self.name = name
+        self._quantity = quantity
+        self._order = order
+        self._write = write
+        self._interval = interval
+        self._due = time.monotonic() + interval
+        self._heatmap = Heatmap()
+        self._lock = threading.RLock()  # a signal handler may enter it again
+        self._step = self._drawn = -1
+
+    def add(self, step: int, names: Sequence[str], values: NDArray[np.floating[Any]]) -> None:
+        """Add one value of each name at a step."""
+        with self._lock:
+            self._heatmap.add(step, names, values)
+            self._step = step
+
+    def finish(self) -> None:
+        """Draw from now on without waiting."""
+        self._due = 0.0
+
+    @property
+    def changed(self) -> bool:
+        """Whether it is due, and has new values; one module or one step is not drawn."""
+        return self._drawn < self._step and time.monotonic() >= self._due and min(self._heatmap.shape) > 1
+
+    def draw(self) -> None:
+        """Draw the values and write the image."""
+        from ikkuna.backends.pictures.canvas import encode_png
+        from ikkuna.backends.pictures.drawing import draw_heatmap
+
+        with self._lock:
+            view, step = self._heatmap.view(), self._step
+        self._write(self.name, encode_png(draw_heatmap(self._sorted(view))), step)
+        self._drawn = step
+        self._interval *= 1.5
+        self._due = time.monotonic() + self._interval
+
+    def _sorted(self, view: HeatmapView) -> HeatmapView:
+        rows = sorted(range(len(view.names)), key=lambda row: self._order.key(view.names[row]))
+        names = tuple(view.names[row] for row in rows)
+        values = view.values[rows].astype(np.float64)
+        modules = self._order.modules
+        names, values, known = with_missing_rows(modules, self._quantity, names, values, view.known[rows])
+        with np.errstate(over="ignore"):
+            return HeatmapView(names, view.steps, values.astype(np.float32), known, self._quantity)
+
+
+class MatrixImage:
+    """The image of one matrix, drawn once."""
+
+    def __init__(self, name: str, matrix: Matrix, step: int, write: Write) -> None:
+        self.name = name
+        self.step = step
+        self.size = matrix.values.size
+        self.changed = True
+        """Whether it is neither drawn nor dropped."""
+        self.is_waiting = True
+        self._matrix = matrix
+        self._write = write
+
+    def draw(self) -> None:
+        """Draw the matrix and write the image."""
+        from ikkuna.backends.pictures.canvas import encode_png
+        from ikkuna.backends.pictures.drawing import draw_matrix
+
+        matrix, self.is_waiting = self._matrix, False
+        try:
+            picture = draw_matrix(matrix.values, matrix.rows, matrix.columns, limits=matrix.limits)
+            self._write(self.name, encode_png(picture), self.step)
+            self.changed = False
+        finally:
+            self.is_waiting = self.changed
+
+
+class MatrixQueue:
+    """The matrices that are not yet drawn, at most 64 with at most 4 million values in total.
+
+    If another one does not fit, the oldest ones that wait to be drawn are dropped and counted.
+    """
+
+    _IMAGES = 64
+    _VALUES = 2**22
+
+    def __init__(self) -> None:
+        self._images: tuple[MatrixImage, ...] = ()  # replaced as a whole, because another thread may be iterating
+        self._lock = threading.RLock()
+        self.dropped = 0
+
+    def add(self, image: MatrixImage) -> bool:
+        """Add an image; return whether others had to be dropped for it."""
+        with self._lock:
+            waiting = [one for one in self._images if one.is_waiting]
+            values = image.size + sum(one.size for one in waiting)
+            surplus = []
+            while waiting and (len(waiting) >= self._IMAGES or values > self._VALUES):
+                surplus.append(waiting.pop(0))
+                values -= surplus[-1].size
+            self.drop(surplus)
+            self._images = (*self._images, image)
+        return bool(surplus)
+
+    def images(self) -> tuple[MatrixImage, ...]:
+        """Return the images that are not drawn."""
+        with self._lock:
+            self._images = tuple(one for one in self._images if one.changed)
+            return self._images
+
+    def drop(self, images: Iterable[MatrixImage]) -> None:
+        """Remove images, and count those that are not drawn."""
+        with self._lock:
+            removed = list(images)
+            self._images = tuple(one for one in self._images if one not in removed)
+            for image in removed:
+                self.dropped += image.changed
+                image.changed = False
+
 
 STATISTICS = ("min", "median", "max")
 
@@ -189,7 +338,9 @@ class TensorBoardBackend(FileBackend):
         self._closed = False
         self._resumed_at: int | None = None
         self._matrices = MatrixQueue()
-        self._thread = RedrawThread(self._drawables, _DRAWING_INTERVAL, import_renderer)
+        # matplotlib is imported in the thread, because that takes half a second
+        renderer = partial(import_module, "ikkuna.backends.pictures.canvas")
+        self._thread = RedrawThread(self._drawables, _DRAWING_INTERVAL, renderer)
         self._order = ModuleOrder()
         self._config: Mapping[str, ConfigValue] | None = None
 
@@ -253,7 +404,7 @@ class TensorBoardBackend(FileBackend):
 
     def add_matrix(self, series: Series, matrix: Matrix, step: int) -> None:
         """Add a matrix; its image is drawn and written later, in an event of its own."""
-        image = MatrixImage(matrix_tag(series), matrix, step, self._write_matrix)
+        image = MatrixImage(matrix_tag(series), matrix, step, partial(self._write_image, values=1))
         if not image.size:
             return
         if self._matrices.add(image) and self._matrices.dropped == 1:
@@ -344,9 +495,6 @@ class TensorBoardBackend(FileBackend):
             if not self._closed:
                 yield drawable
 
-    def _write_matrix(self, tag: str, png: bytes, step: int) -> None:
-        self._write_image(tag, png, step, 1)
-
     def _write_image(self, tag: str, png: bytes, step: int, values: int = 0) -> None:
         """Queue an image in an event of its own; called in the drawing thread."""
         if self._writer is not None and not self._closed:
@@ -396,18 +544,16 @@ class TensorBoardBackend(FileBackend):
             self._layout = layout, len(self._prefixes)
             self._entries.append(layout_value(layout, [series for series in self._prefixes if series.name is None]))
 
-    def _add_hparams(self, config: Mapping[str, ConfigValue]) -> None:
-        """Add the table of hyper-parameters, whose columns are the first headlines; TensorBoard reads the first one of a run."""
-        self._entries += hparams_values(config, [series_tag(series) for series in self._headlines])
-        self._config = None
-
     def _take_block(self, step: int) -> bytes:
         if self._added:
             self._encode(step)
         if self._may_have_changed:
             self._add_layout()
-        if self._config and self._headlines:
-            self._add_hparams(self._config)
+        if (
+            self._config and self._headlines
+        ):  # its columns are the first headlines; TensorBoard reads the first table of a run
+            self._entries += hparams_values(self._config, [series_tag(series) for series in self._headlines])
+            self._config = None
         entries, self._entries = self._entries, []
         if not entries:
             return b""

@@ -130,15 +130,11 @@ class BatchRows:
         tensors : iterable of Tensor
             The rows along their first axes; any number of rows.
         """
-        given = iter(tensors)
-        leaves = [
-            leaf if axis is None else self._back(next(given), axis)
-            for leaf, axis in zip(self._leaves, self._axes, strict=True)
-        ]
+        given, leaves = iter(tensors), list(self._leaves)
+        for i, axis in enumerate(self._axes):
+            if axis is not None:
+                leaves[i] = next(given).flatten(0, 1) if axis == -1 else next(given).movedim(0, axis)
         return pytree.tree_unflatten(leaves, self._tree)
-
-    def _back(self, tensor: Tensor, axis: int) -> Tensor:
-        return tensor.flatten(0, 1) if axis == -1 else tensor.movedim(0, axis)
 
     def of(self, rows: Sequence[int]) -> Any:
         """Return the calls of the model and of the loss module with some of the rows."""

@@ -7,10 +7,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ikkuna.store.values import NUMBERS
 from ikkuna.support.failures import log
 
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-NUMBERS = ("min", "max", "num", "sum", "sum_squares")
 LISTS = ("bucket_limits", "bucket_counts")
 
 

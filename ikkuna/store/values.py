@@ -275,7 +275,8 @@ class ModuleOrder:
         return len(self._positions) if position is None else position, natural_key(name)
 
 
-_NUMBERS = ("min", "max", "num", "sum", "sum_squares")
+NUMBERS = ("min", "max", "num", "sum", "sum_squares")
+"""The numbers of a histogram; its lists are ``bucket_limits`` and ``bucket_counts``."""
 
 
 def shown(series: Series, value: Any, step: int) -> tuple[str, tuple[Any, ...]]:
@@ -357,7 +358,7 @@ def check_histogram(kind: str, histogram: HistogramLike) -> None:
     ConfigError
         If it has not as many counts as limits.
     """
-    for name in _NUMBERS:
+    for name in NUMBERS:
         value = getattr(histogram, name)
         if type(value) is not float and _array(kind, f"{name} of a histogram", value).shape != ():
             raise ConfigTypeError(f"{kind!r} shows a histogram whose {name} is not a single number")

@@ -12,10 +12,9 @@ from ikkuna.backends import mpl, tensorboard
 from ikkuna.backends.pictures import drawing
 from ikkuna.backends.pictures.canvas import encode_png
 from ikkuna.backends.pictures.drawing import draw_chart, draw_heatmap, grouped
-from ikkuna.backends.pictures.event_images import HeatmapImage
 from ikkuna.backends.pictures.heatmap import CAPACITY, Heatmap, HeatmapView
 from ikkuna.backends.run import Run
-from ikkuna.backends.tensorboard import TensorBoardBackend
+from ikkuna.backends.tensorboard import HeatmapImage, TensorBoardBackend
 from ikkuna.store.names import Series
 from ikkuna.store.quantity import NEUTRAL, Quantity
 from ikkuna.store.run_directory import RunSettings

@@ -14,9 +14,8 @@ from ikkuna.backends.backend import get_backend
 from ikkuna.backends.pictures import drawing as matrix_picture
 from ikkuna.backends.pictures.canvas import NONFINITE, ZERO, encode_png, palette
 from ikkuna.backends.pictures.drawing import draw_matrix
-from ikkuna.backends.pictures.event_images import MatrixImage, MatrixQueue
 from ikkuna.backends.run import Run
-from ikkuna.backends.tensorboard import TensorBoardBackend
+from ikkuna.backends.tensorboard import MatrixImage, MatrixQueue, TensorBoardBackend
 from ikkuna.store.json_lines import read
 from ikkuna.store.names import Series
 from ikkuna.store.quantity import NEUTRAL

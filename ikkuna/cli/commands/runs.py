@@ -23,7 +23,10 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         terminal.progress(f"reading {path}")
         rows.append(_facts(path))
     terminal.progress("")
-    cells = [tuple("-" if value is None else _text(value) for value in row.values()) for row in rows]
+    cells = [
+        tuple("-" if each is None else f"{each:.4g}" if isinstance(each, float) else str(each) for each in row.values())
+        for row in rows
+    ]
     empty = f"'{directory}' contains no run"
     terminal.answer(rows, (lambda: terminal.write_table(tuple(rows[0]), cells)) if rows else empty)
     return 0
@@ -49,7 +52,3 @@ def _facts(path: Path) -> dict[str, Any]:
         "loss": None if loss is None else float(loss),
         "findings": found,
     }
-
-
-def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

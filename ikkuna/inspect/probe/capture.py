@@ -10,6 +10,7 @@ import difflib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,6 +116,9 @@ def _unknown(model: nn.Module, text: str, modules: dict[str, nn.Module]) -> str:
     return f"no layer {text!r} in {class_name(model)}; {hint}available: {', '.join(known[:20])}{more}"
 
 
+RNN_PARAMETERS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+"""The names of an RNN's parameters, without the ending of a layer and direction."""
+
 State = tuple[Tensor, ...]
 
 
@@ -214,11 +218,7 @@ class _Direction:
 
     def __init__(self, rnn: nn.RNNBase, layer: int, reverse: bool, hx: Any, sequences: Sequences) -> None:
         suffix = f"_l{layer}{'_reverse' if reverse else ''}"
-        names = [
-            name
-            for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
-            if hasattr(rnn, name + suffix)
-        ]
+        names = [name for name in RNN_PARAMETERS if hasattr(rnn, name + suffix)]
         self.weights = {f"{name}_l0": getattr(rnn, name + suffix) for name in names}
         self.cell = _single(rnn, self.weights["weight_ih_l0"].shape[1])
         self.reverse, self.lengths = reverse, sequences.lengths
@@ -375,10 +375,11 @@ def capture(
     with ExitStack() as stack:
         for module in calls:
             if wrt == "inputs":
-                handle = module.register_forward_pre_hook(_Inputs(calls[module]), with_kwargs=True)
+                handle = module.register_forward_pre_hook(partial(_keep_inputs, calls[module]), with_kwargs=True)
             else:
-                unrolled = isinstance(module, nn.RNNBase) and (not _is_last(module, rnn_layer) or through_time)
-                hook = _Layers(calls[module], rnn_layer, through_time) if unrolled else _Outputs(calls[module])
+                hook = partial(_keep_outputs, calls[module])
+                if isinstance(module, nn.RNNBase) and (not _is_last(module, rnn_layer) or through_time):
+                    hook = partial(_keep_layer, calls[module], rnn_layer, through_time)
                 handle = module.register_forward_hook(hook, with_kwargs=True)
             stack.callback(handle.remove)
         yield calls
@@ -390,50 +391,36 @@ def _is_last(rnn: nn.RNNBase, layer: int | None) -> bool:
     return layer is None or layer % rnn.num_layers == rnn.num_layers - 1
 
 
-class _Outputs:
-    def __init__(self, calls: list[Call]) -> None:
-        self.calls = calls
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        kept: list[Tensor] = []
-        passed = _clone_tensors(output, kept)
-        parts = dict(zip(_names(module, len(kept)), kept, strict=True))
-        self.calls.append(Call(module, parts, *_layout(module, args, kwargs)))
-        return passed
+def _keep_outputs(calls: list[Call], module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    kept: list[Tensor] = []
+    passed = _clone_tensors(output, kept)
+    parts = dict(zip(_names(module, len(kept)), kept, strict=True))
+    calls.append(Call(module, parts, *_layout(module, args, kwargs)))
+    return passed
 
 
-class _Inputs:
-    def __init__(self, calls: list[Call]) -> None:
-        self.calls = calls
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        kept: list[Tensor] = []
-        passed = _clone_tensors((args, kwargs), kept)
-        parts = {"output" if i == 0 else str(i): tensor for i, tensor in enumerate(kept)}
-        self.calls.append(Call(module, parts, *_layout(module, args, kwargs)))
-        return passed
+def _keep_inputs(calls: list[Call], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    kept: list[Tensor] = []
+    passed = _clone_tensors((args, kwargs), kept)
+    parts = {"output" if i == 0 else str(i): tensor for i, tensor in enumerate(kept)}
+    calls.append(Call(module, parts, *_layout(module, args, kwargs)))
+    return passed
 
 
-class _Layers:
-    def __init__(self, calls: list[Call], layer: int | None, stepwise: bool) -> None:
-        self.calls, self.layer, self.stepwise = calls, -1 if layer is None else layer, stepwise
-
-    def __call__(self, module: nn.RNNBase, args: Any, kwargs: Any, output: Any) -> Any:
-        data, hx = _rnn_arguments(args, kwargs)
-        result, layers = unroll(module, _with_history(data), _with_history(hx), self.stepwise)
-        chosen = layers[self.layer]
-        call = Call(module, {}, *_layout(module, args, kwargs))
-        if self.stepwise:
-            call.steps = chosen
-        else:
-            call.parts["output"], call.time_first = chosen[0], True
-        self.calls.append(call)
-        return result
-
-
-def _with_history(value: Any) -> Any:
-    """Return `value` with a history, so that results computed from it have one even if no parameter is trained."""
-    return _clone_tensors(value, [])
+def _keep_layer(
+    calls: list[Call], layer: int | None, stepwise: bool, module: nn.RNNBase, args: Any, kwargs: Any, output: Any
+) -> Any:
+    # Clones have a history, so that results computed from them have one even if no parameter is trained.
+    data, hx = _clone_tensors(_rnn_arguments(args, kwargs), [])
+    result, layers = unroll(module, data, hx, stepwise)
+    chosen = layers[-1 if layer is None else layer]
+    call = Call(module, {}, *_layout(module, args, kwargs))
+    if stepwise:
+        call.steps = chosen
+    else:
+        call.parts["output"], call.time_first = chosen[0], True
+    calls.append(call)
+    return result
 
 
 def _rnn_arguments(args: Any, kwargs: Any) -> tuple[Any, Any]:

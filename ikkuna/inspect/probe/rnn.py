@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ikkuna.errors import ConfigError
-from ikkuna.inspect.probe.capture import LayerId, find_layer
+from ikkuna.inspect.probe.capture import RNN_PARAMETERS, LayerId, find_layer
 from ikkuna.inspect.probe.outputs import get_gradients
 from ikkuna.support.modules import class_name, named_modules
 from ikkuna.support.undisturbed import undisturbed
@@ -162,7 +162,8 @@ def get_rnn_weights(
     name, module = find_rnn(rnn, layer)
     if mode == "weights":
         with undisturbed(module):  # reading a parametrised weight can update buffers
-            tensors = {key: getattr(module, key) for key in _keys(module)}
+            keys = (key for place in _layers_and_directions(module) for key in _keys(module, *place))
+            tensors = {key: getattr(module, key) for key in keys}
     else:
         tensors = _gradients(rnn, module, name, loss)
     return [_one(module, tensors, k, reverse) for k, reverse in _layers_and_directions(module)]
@@ -195,9 +196,8 @@ def _suffix(rnn: nn.Module, layer: int, reverse: bool) -> str:
     return f"_l{layer}{'_reverse' if reverse else ''}"
 
 
-def _keys(rnn: nn.Module) -> list[str]:
-    kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
-    keys = (kind + _suffix(rnn, k, reverse) for k, reverse in _layers_and_directions(rnn) for kind in kinds)
+def _keys(rnn: nn.Module, layer: int, reverse: bool) -> list[str]:
+    keys = (kind + _suffix(rnn, layer, reverse) for kind in RNN_PARAMETERS)
     return [key for key in keys if getattr(rnn, key, None) is not None]
 
 
@@ -247,13 +247,11 @@ def rnn_summary(rnn: nn.Module, layer: LayerId | None = None) -> str:
     for (k, reverse), part in zip(positions, parts, strict=True):
         lines.append(f"  layer {k} {part.direction}")
         with undisturbed(module):
-            lines += _rows(module, _suffix(module, k, reverse), part)
+            lines += _rows(module, _keys(module, k, reverse), part)
     return "\n".join(lines)
 
 
-def _rows(rnn: nn.Module, suffix: str, part: RNNWeights) -> list[str]:
-    kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
-    keys = [kind + suffix for kind in kinds if getattr(rnn, kind + suffix, None) is not None]
+def _rows(rnn: nn.Module, keys: list[str], part: RNNWeights) -> list[str]:
     shapes = [str(tuple(getattr(rnn, key).shape)) for key in keys]
     bounds = ((gate, i * part.hidden, (i + 1) * part.hidden) for i, gate in enumerate(part.gates))
     gates = "   rows: " + ", ".join(f"{gate} {a}:{b}" for gate, a, b in bounds)
