@@ -19,6 +19,7 @@ from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import LossSubscriber, NormSubscriber
 from ikkuna.flight_recorder import options as memory
+from ikkuna.flight_recorder.recorder import CoolDown
 from ikkuna.support.files import available_bytes
 from ikkuna.support.random_states import RandomReader, RandomStates
 from ikkuna.testing import small_model
@@ -275,6 +276,54 @@ def test_nan_writes_a_dump_shortly_after_another_one(tmp_path):
     assert "nan" in dumps[1].reasons[0]
 
 
+SPOILED = {"inf": [], "nan": ["NaN or Inf in activations of mask"]}
+
+
+@pytest.mark.parametrize("number", SPOILED)
+def test_activations_that_become_nan_write_a_dump_and_infinities_write_none(tmp_path, number):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.mask, self.last = nn.Linear(4, 8), nn.Identity(), nn.Linear(8, 3)
+            self.added = 0.0
+
+        def forward(self, x):
+            return self.last(self.mask(self.first(x) + self.added).nan_to_num(0.0, 0.0, 0.0))
+
+    loop = Loop(tmp_path, model=Masked(), every=1, burst=0).run(3)
+    loop.model.added = float(number)
+    assert [dump.reasons for dump in loop.run(3).close()] == [SPOILED[number]] * bool(SPOILED[number])
+
+
+def test_a_dump_names_three_of_the_tensors_that_become_nan(tmp_path):
+    bus = MessageBus("nan")
+    bus.register_subscriber(NormSubscriber("weights", backend="null"))
+    loop = Loop(tmp_path, model=wide(4), bus=bus, every=1, burst=0).run(3)
+    with torch.no_grad():
+        for parameter in loop.model.parameters():
+            parameter.fill_(torch.nan)
+    [dump] = loop.run(3).close()
+    assert dump.reasons == ["NaN or Inf in weights of 0, weights of 1, weights of 2 and 2 more"]
+
+
+def test_a_dump_that_cannot_be_written_is_tried_again_after_a_tenth_of_the_pause():
+    cool_down = CoolDown(steps=100, limit=1)
+    cool_down.add(40, has_failed=lambda: True)
+    assert [step for step in range(41, 60) if cool_down.allows(step)] == [*range(50, 60)]
+
+
+def test_the_state_of_a_dump_is_from_before_the_mistake_began(tmp_path):
+    class SinceStep29Rule(FromStepRule):
+        patience = 3
+
+        def scores(self, history):
+            yield Score(float(history.step >= 29), history.step)
+
+    loop = Loop(tmp_path, rules=SinceStep29Rule(), every=1, state_every=5, burst=0).run(33)
+    [dump] = loop.close()
+    assert (dump.step, dump.tensors("state.pt")["step"]) == (31, 25)
+
+
 # -- durability ---------------------------------------------------------------------------------------------------
 
 KILLED = """
@@ -423,6 +472,30 @@ def test_without_memory_nothing_is_copied_and_no_burst_follows(tmp_path, monkeyp
     assert not dump.has("burst.npz")
     assert "and memory is short" in caplog.text
     assert loop.exporter.health().errors == 0
+
+
+@pytest.mark.parametrize(("missing", "has_burst"), [(0, True), (2, False)])
+def test_a_burst_needs_memory_for_its_histograms_and_four_times_what_it_keeps(
+    tmp_path, monkeypatch, missing, has_burst
+):
+    budget = memory.MemoryBudget(1 << 24)
+    room = 2 * (budget.histograms + 4 * budget.burst)  # half of what is left may be used
+    monkeypatch.setattr(memory, "available_bytes", lambda: room - missing)
+    loop = Loop(tmp_path, max_memory=1 << 24, burst=1).run(3)
+    path = loop.exporter.dump()
+    loop.run(2).close()
+    assert read_dump(path).has("burst.npz") == has_burst
+
+
+@pytest.mark.parametrize(("others", "added"), [(0, 1 << 20), (10 << 20, 5 << 20)])
+def test_a_burst_is_as_large_as_a_dumps_share_of_the_other_files_of_the_run_or_a_mebibyte(tmp_path, others, added):
+    loop = Loop(tmp_path, max_dumps=2).run(1)
+    path = loop.exporter.dump()
+    (path.parents[1] / "others").write_bytes(bytes(others))
+    own = sum(file.stat().st_size for file in path.iterdir())
+    more = loop.exporter._attachment.recorder._size_with_burst(path) - own - added
+    assert 0 <= more < 10_000  # half of the small files
+    loop.close()
 
 
 @pytest.mark.parametrize("max_bytes", [1000, 20_000, 60_000])

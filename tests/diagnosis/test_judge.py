@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 
 import pytest
 
@@ -179,6 +180,28 @@ def test_a_rule_that_raises_does_not_hinder_others_and_is_disabled(caplog):
     assert sum("disabled" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_a_rule_that_raises_in_nine_of_ten_judgements_goes_on():
+    class OftenBrokenRule(AboveRule):
+        def scores(self, history):
+            if history.step % 10 != 9:
+                raise ZeroDivisionError("no number")
+            return super().scores(history)
+
+    assert [f.step for f in judged([OftenBrokenRule(patience=4)], [{"a": 2.0}] * 40).findings] == [9]
+
+
+@pytest.mark.parametrize(("losses", "severities"), [([2.0] * 12, ["info", "error"]), ([2.0] * 5 + [1.0] * 7, ["info"])])
+def test_a_finding_of_the_first_steps_is_as_grave_as_its_rule_once_the_loss_is_known_not_to_fall(losses, severities):
+    rule = type("TamedRule", (AboveRule,), {"severity_while_falling": "info"})(patience=1, severity="error")
+    judge, announced = Judge([rule], NETWORK), []
+    for step, loss in enumerate(losses):
+        judge.add("loss", None, step, loss)
+        judge.add("figure", "a", step, 2.0)
+        announced += judge.finish_step(step)
+    assert [finding.severity for finding in announced] == severities
+    assert [finding.severity for finding in judge.findings] == severities[-1:]
+
+
 def test_a_rule_whose_text_cannot_be_formatted_still_finds():
     assert judged([BrokenTextRule(patience=1)], [{"a": 2.0}]).findings[0].message == "Its text is wrong."
 
@@ -261,6 +284,12 @@ def test_every_installed_rule_is_documented_and_survives_odd_values(rule):
             for score in rule.scores(history):
                 assert isinstance(score.value, float | int)
                 rule.describe(score)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in get_rules("all") if rule.patience > 1], ids=lambda rule: rule.name)
+def test_a_rule_waits_as_long_as_its_text_says(rule):
+    for number, unit in re.findall(r"(\d+)\s(samples|passes|steps)\sin\sa\srow", type(rule).__doc__):
+        assert int(number) == rule.patience * (rule.stride if unit == "steps" else 1)
 
 
 def test_what_a_rule_explains_is_a_rule_or_a_check():

@@ -6,7 +6,7 @@ import pytest
 
 from ikkuna.diagnosis import Judge
 from tests.diagnosis.rows import LAYERS, NETWORK, ROWS, classification, layers, sampled
-from tests.diagnosis.test_rules import rule_named
+from tests.diagnosis.test_rules import findings, rule_named
 
 FACTS = {0.0, 1.0}
 PATIENCE = {"dead_units", "gradient_spike", "one_label"}
@@ -135,6 +135,7 @@ GUESS = 2.1 + 9 / 64  # the entropy of the labels, and the correction for 10 cla
         ("loss_scale", classification(loss=lambda step: 8.0, output_cross_entropy=2.0, label_count=4.0), 11, 1.0),
         ("loss_scale", classification(loss=lambda step: 6.0, output_cross_entropy=2.0, label_count=3.0), 11, None),
         ("loss_scale", classification(loss=lambda step: 0.0, output_cross_entropy=0.0), 11, None),
+        ("loss_scale", classification(loss=lambda step: 0.01 * 32, output_cross_entropy=0.01), 11, 1.0),
         # the losses of all micro-batches, which are cross-entropies; of none; of some; two of one batch; other losses; one batch
         ("loss_scale", accumulated(2.0, 8.0, 8.0), 11, 1.0),
         ("loss_scale", accumulated(2.0, 8.0, 0.0), 11, 0.0),
@@ -155,6 +156,7 @@ GUESS = 2.1 + 9 / 64  # the entropy of the labels, and the correction for 10 cla
         ("no_learning", guess(output_cross_entropy=0.95 * GUESS), 161, 1.0),
         ("no_learning", guess(output_cross_entropy=0.3, label_entropy=0.04), 400, None),
         ("no_learning", guess(output_cross_entropy=GUESS, output_classes=1.0), 400, None),
+        ("no_learning", guess(output_cross_entropy=math.log(2), output_classes=2.0), 400, 1 / 0.95),
         ("no_learning", classification(output_cross_entropy=GUESS), 400, None),  # nothing moves
         (
             "no_learning",
@@ -184,6 +186,8 @@ GUESS = 2.1 + 9 / 64  # the entropy of the labels, and the correction for 10 cla
         ("scaler_skips", {("step_skipped", None): lambda step: float(step % 10 == 0)}, 400, 0.5),
         ("scaler_skips", {("step_skipped", None): lambda step: float(step < 60)}, 101, 0.9),
         ("scaler_skips", {("step_skipped", None): lambda step: float(step % 5 == 0)}, 99, None),
+        ("scaler_skips", {("step_skipped", None): lambda step: float(step < 60) if step != 55 else None}, 101, 0.9),
+        ("scaler_skips", {("step_skipped", None): lambda step: float(step < 65)}, 111, 0.4),  # every tenth step
     ],
 )
 def test_the_score_of_the_network(name, series, steps, score):
@@ -210,6 +214,7 @@ def gradients(**scales):
         ("vanishing_gradient", gradients(fc0=1e-4, fc1=2e-4), "fc0", 1.0),
         ("vanishing_gradient", gradients(fc0=1e-5, fc1=1e-5), "fc1", 10.0),
         ("vanishing_gradient", gradients(fc1=1e-5), "fc1", 0.0),  # behind a larger one
+        ("vanishing_gradient", gradients(fc1=1e-4), "fc1", 0.0),
         ("vanishing_gradient", gradients(fc0=1e-5, fc1=1.0, head=1e-5), "fc0", 0.0),
         ("vanishing_gradient", gradients(fc0=0.0), "fc0", None),
         ("vanishing_gradient", gradients(fc0=1e-3, fc1=10.0, head=10.0), "fc0", 1.0),
@@ -217,6 +222,17 @@ def gradients(**scales):
 )
 def test_the_score_of_a_matrix(name, series, module, score):
     assert last(name, series, 1, module=module) == (score if score is None else pytest.approx(score, rel=1e-9))
+
+
+@pytest.mark.parametrize(
+    ("name", "series", "figure"),
+    [
+        ("exploding_gradient", gradients(fc0=400.0, head=0.5), 800.0),
+        ("vanishing_gradient", gradients(fc0=1e-6, head=4.0), 2.5e-7),
+    ],
+)
+def test_the_figure_of_a_matrix_is_a_ratio_of_scales(name, series, figure):
+    assert [finding.value for finding in findings(rule_named(name), series, 41)] == [pytest.approx(figure)]
 
 
 @pytest.mark.parametrize(

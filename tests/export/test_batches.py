@@ -271,8 +271,18 @@ def test_results_of_an_early_evaluation_are_discarded_if_the_step_is_skipped(ski
             if not message.skipped:
                 self.emit(message, 1.0)
 
-    bus, backend, stamp = MessageBus(), RecordingBackend(), Stamp(3, 3, 0)
+    bus, backend = MessageBus(), RecordingBackend()
     bus.register_subscriber(Evaluating("batch_finished", publishes="evaluated", backend=backend))
+    step = finished(bus, skipped=skipped)
+    step.evaluate(bus)  # the scaler has not decided yet
+    assert backend.values == []
+    step.deliver(bus)
+    assert [step for _, _, step in backend.values] == ([] if skipped else [3])
+
+
+def finished(bus, skipped=False, observer=None):
+    """Return a finished step without measurements."""
+    stamp = Stamp(3, 3, 0)
     rows = SimpleNamespace(
         stamp=stamp,
         subscriptions=(),
@@ -282,14 +292,43 @@ def test_results_of_an_early_evaluation_are_discarded_if_the_step_is_skipped(ski
         arrived=bool,
         complete=list,
     )
-    finished = Finished(rows, NetworkMessage(stamp, "batch_finished", {}))
-    finished.evaluate(bus)  # the scaler has not decided yet
-    assert backend.values == []
-    finished.deliver(bus)
-    assert [step for _, _, step in backend.values] == ([] if skipped else [3])
+    return Finished(rows, NetworkMessage(stamp, "batch_finished", {}), observer)
 
 
-def test_an_abandoned_step_leaves_no_results():
+def test_a_subscriber_that_takes_measurements_too_gets_the_event_after_them():
+    class Evaluating(Subscriber):
+        needs_model, fields = True, ("sumsq",)
+
+        def compute(self, message):
+            seen.append(message.kind)
+
+    seen, bus = [], MessageBus()
+    bus.register_subscriber(Evaluating(["weights", "batch_finished"], backend="null"))
+    step = finished(bus)
+    step.evaluate(bus)
+    assert seen == []
+    step.deliver(bus)
+    assert seen == ["batch_finished"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_the_observer_of_a_step_is_called_once_after_its_last_result(device):
+    class Late(Subscriber):
+        def compute(self, message):
+            self.later(message, [torch.device(device)], lambda: 2.0, lambda result: self.emit(message, result()))
+
+    bus, backend, seen = MessageBus(), RecordingBackend(), []
+    bus.register_subscriber(Late("batch_finished", publishes="late", backend=backend))
+    observer = SimpleNamespace(
+        rows_complete=lambda rows, event: seen.append(event.kind),
+        step_delivered=lambda stamp: seen.append((stamp, len(backend.values))),
+    )
+    bus.queue.append(finished(bus, observer=observer))
+    bus.drain(wait=True)
+    assert seen == ["batch_finished", (Stamp(3, 3, 0), 1)]
+
+
+def test_an_abandoned_step_leaves_no_results_and_is_named(caplog):
     class Emitting(Subscriber):
         fields = ("sumsq",)
 
@@ -309,6 +348,8 @@ def test_an_abandoned_step_leaves_no_results():
             loop.run(1)
         loop.run(1)
     assert [step for _, _, step in backend.values] == [0, 0, 0, 2, 2, 2]
+    (line,) = [record.message for record in caplog.records if "interrupted" in record.message]
+    assert line == "an exception has interrupted the delivery of step 1; some of its values are missing"
 
 
 def test_results_travel_to_those_that_take_batches_and_to_those_that_do_not():

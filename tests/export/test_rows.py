@@ -12,6 +12,7 @@ from ikkuna.export.subscriber import Subscriber
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.bus.delivery import Finished
 from ikkuna.metrics.messages.stamp import Stamp
+from ikkuna.numerics.statistics.table import COLUMN
 from ikkuna.observation.rows.part import HostCopy
 from ikkuna.observation.rows.plan import Demand, Site
 from ikkuna.observation.rows.recorder import Recorder
@@ -191,7 +192,7 @@ def test_more_sites_than_the_table_had_rows(case):
             case.see([float(i), i + 2.0 * part], part, site)
     rows = case.recorder.close((2,))
     rows.complete()
-    assert [rows.record(row, rows.fields(row)).mean for row in rows.measured_rows()] == [i + 1.0 for i in range(500)]
+    assert rows.values[rows.measured_rows(), COLUMN["mean"]].tolist() == [i + 1.0 for i in range(500)]
 
 
 @pytest.mark.parametrize(
@@ -303,6 +304,7 @@ WAYS = {
 def test_every_way_measures_into_the_part_that_counts(way, native):
     case = Case()
     case.recorder = Recorder(case.bus.error_guard, native)
+    assert (case.recorder.kernels is not None) == native
     case.open()
     measure, mean = WAYS[way]
     measure(case.recorder)

@@ -184,6 +184,7 @@ TABLE = {
         "open0 0=a open1 1= open2 2=c",
     ),
     "close without a step": ("a bwd:a finish", "open0 abandon"),
+    "close in a step of the optimizer": ("a bwd:a 1[ finish raise b bwd:b 1", "open0 abandon open0 0=b"),
     # the defects of the issue on the house, each with its mirror image
     "1: an interrupted forward": ("a( raise b bwd:b 1", "open0 0=b"),
     "1: a nested forward that is not interrupted": ("a( b( ) c( ) ) bwd:a 1", "open0 0=abc"),
@@ -379,6 +380,9 @@ def test_forwards_are_counted_until_the_first_step():
     assert script.tracker.forwards_without_step == 3
     script.play("1 d e")
     assert script.tracker.forwards_without_step == 0
+    script = Script()
+    script.play("1[ raise part:a part:b bwd:a part:c part:d")  # parts count together until a backward
+    assert script.tracker.forwards_without_step == 2
 
 
 def test_step_by_hand_closes_the_open_step():
@@ -399,6 +403,22 @@ def test_a_part_that_computes_nothing_leaves_the_step_to_the_other_optimizer():
     script.play("1")
     assert script.tracker.part_called(0, computed=False) == (None, ())
     assert script.play("2") == "open0 0="
+
+
+def test_optimizers_share_a_step_unless_something_is_said_to_be_computed_between():
+    tracker = StepTracker()
+    for optimizer, parameter in ((1, 7), (2, 8)):
+        tracker.optimizer_begins(optimizer, {parameter})
+        decisions = tracker.optimizer_ends(optimizer, {1, 2})
+    assert [closed.optimizers for closed in decisions] == [{1, 2}]
+
+
+def test_an_optimizers_step_that_is_abandoned_does_not_run_any_more():
+    script = Script()
+    script.play("a bwd:a 1[")
+    script.tracker.abandon()
+    script.parts.clear()
+    assert script.play("raise b bwd:b 1") == "open0 open0 0=b"
 
 
 @pytest.mark.parametrize("events", ["calc 1 part:a", "calc 1 calc"])

@@ -212,6 +212,13 @@ def test_optimizers_that_take_turns_are_each_sampled(order, every, expected):
     assert found == expected
 
 
+@pytest.mark.parametrize(("order", "every", "expected"), SAMPLED[1:3])
+def test_a_training_in_turns_samples_these_steps(order, every, expected):
+    events = [(kind, "ab".index(name), [name], True) for name in order for kind in ("forward", "backward", "step")]
+    for watched in ("events", "parameters", "modules"):
+        assert list(sampled_steps([0, 1, 1], events, every, watched)[1]) == expected
+
+
 def test_optimizers_that_step_together_are_sampled_once():
     turns = OptimizerTurns()
     for step in range(5):

@@ -9,8 +9,8 @@ import torch
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.statistics import FIELDS, HISTOGRAMS, Record, needed_fields
 from ikkuna.numerics.statistics.host import HostStatistics
-from ikkuna.numerics.statistics.record import Records
-from ikkuna.numerics.statistics.table import row_of, rows_of
+from ikkuna.numerics.statistics.record import Records, record_of
+from ikkuna.numerics.statistics.table import COLUMN, row_of, rows_of
 
 PROPERTIES = (
     *("n", "count", "nonfinite", "mean", "skewness", "kurtosis", "rms", "sparsity", "l0_norm", "l1_norm", "l2_norm"),
@@ -63,6 +63,27 @@ def test_a_field_that_was_not_measured_is_an_error():
             getattr(records, name)
     with pytest.raises(ConfigError, match="'nans' and 'infs' were not measured"):
         _ = Records(rows_of(np.array([1.0])), needed_fields(["min"])).nonfinite
+
+
+@pytest.mark.parametrize("name", ["mean", "m2", "m3", "m4"])
+def test_a_moment_that_exceeds_float64_is_infinite(name):
+    """Sums of opposite infinite terms are NaN in a table, in which only elements that are NaN are counted as such."""
+    row = row_of(1.0)
+    row[COLUMN[name]] = math.nan
+    assert getattr(record_of(row, frozenset([name])), {"mean": "center"}.get(name, name)) == math.inf
+
+
+def test_the_records_of_ranks_are_those_of_their_rows():
+    rows = [row_of(2.0), None, row_of(5.0)]
+    records = Records(rows_of(np.array([3.5])), frozenset(COLUMN), ranks=[rows])
+    assert records[0].ranks == (Record.of(2.0), None, Record.of(5.0))
+
+
+@pytest.mark.parametrize("count", [0, 1, 64, 65, 128, 129, 500])
+def test_as_many_rows_are_taken_as_are_requested(count):
+    statistics, fields = HostStatistics(), needed_fields(["mean"])
+    statistics.add(0, torch.tensor([3.0]), fields)
+    assert [record_of(row, fields).n for row in statistics.take(count)[0]] == [1, *[0] * count][:count]
 
 
 def test_selected_records_keep_their_fields():

@@ -138,6 +138,44 @@ def test_a_failed_write_is_tried_again_without_being_asked(tmp_path, plain, fail
     assert lines(writer) == expected(0)
 
 
+def test_after_an_error_nothing_is_written_before_the_pause_is_over(tmp_path, plain, failing):
+    writer = FileWriter(tmp_path, plain, retry_seconds=1000.0)
+    failing.set()
+    submit(writer, [0])
+    with writer._worker.changed:
+        assert writer._worker.changed.wait_for(lambda: writer._failures, 30)
+        submit(writer, [1])
+        assert not writer._worker.changed.wait_for(lambda: writer._failures > 1, 0.2)
+    failing.clear()
+    assert writer.close(30)
+    assert lines(writer) == expected(0, 1)
+
+
+def test_the_directory_is_checked_until_the_end(tmp_path, plain, monkeypatch):
+    monkeypatch.setattr("ikkuna.store.writer._CHECK_SECONDS", 0.0)
+    seen = []
+    writer = FileWriter(tmp_path, plain, check=seen.append)
+    submit(writer, [0])
+    with writer._worker.changed:
+        assert writer._worker.changed.wait_for(lambda: len(seen) > 2, 30)
+    assert writer.close(30)
+    assert set(seen) == {tmp_path}
+
+
+def test_a_check_that_fails_is_not_repeated_and_an_exception_of_the_users_is_raised(tmp_path, plain, caplog):
+    def fail(directory):
+        raise ValueError("on purpose") from causes.pop()
+
+    causes = [KeyboardInterrupt(), None]
+    writer = FileWriter(tmp_path, plain, check=fail)
+    writer._check_directory()
+    writer._check_directory()
+    assert [record.message.endswith("failed and is not repeated") for record in caplog.records] == [True]
+    writer = FileWriter(tmp_path, plain, check=fail)
+    with pytest.raises(KeyboardInterrupt):
+        writer._check_directory()  # as in the user's thread, if no other could be started
+
+
 def test_the_error_is_said_once_however_often_it_happens(tmp_path, plain, failing, caplog):
     writer = FileWriter(tmp_path, plain, retry_seconds=0.0)
     failing.set()

@@ -25,7 +25,7 @@ from ikkuna.metrics.messages.kinds import (
 from ikkuna.metrics.messages.message import Message, ModuleMessage, NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.metrics.subscriber.registered import Registered
-from ikkuna.numerics.statistics import EXACT_COUNTS, HISTOGRAMS, Record, needed_fields
+from ikkuna.numerics.statistics import EXACT_COUNTS, HISTOGRAMS, needed_fields
 from ikkuna.numerics.statistics.native.kernels import NOTHING as NOT_MEASURED
 from ikkuna.numerics.statistics.native.kernels import PYTHON, flags_of
 
@@ -47,12 +47,12 @@ class Site:
     kind: str
     module: str | None = None
 
-    def message(self, stamp: Stamp, path: str = "", data: Any = None, record: Record | None = None) -> Message:
+    def message(self, stamp: Stamp, path: str = "", data: Any = None) -> Message:
         """Return the message of one output or parameter of this site."""
         if self.module is None:
-            return NetworkMessage(stamp, self.kind, data, record, path)
+            return NetworkMessage(stamp, self.kind, data, None, path)
         name = message_name(self.kind, self.module, path)
-        return ModuleMessage(stamp, self.kind, data, record, self.module, path, name)
+        return ModuleMessage(stamp, self.kind, data, None, self.module, path, name)
 
     def __str__(self) -> str:
         return self.kind if self.module is None else f"{self.kind} of {self.module}"

@@ -19,10 +19,10 @@ from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.base import StepLosses
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.metrics.subscriber.state import DeferredRow
-from ikkuna.numerics.statistics import HISTOGRAMS, Record
+from ikkuna.numerics.statistics import HISTOGRAMS
 from ikkuna.numerics.statistics.device import DeviceRows
 from ikkuna.numerics.statistics.float_code import half_size, merge_codes
-from ikkuna.numerics.statistics.record import Records, record_of
+from ikkuna.numerics.statistics.record import Records
 from ikkuna.numerics.statistics.table import COLUMN, Values, empty_rows, merge_rows, row_of
 from ikkuna.observation.rows.part import HostCopy, Part, PartPool
 from ikkuna.observation.rows.plan import Key, MeasuredRows, Plan, RowIndex, Selection, Selections, Site
@@ -399,8 +399,6 @@ class Rows:
 
     def measured_rows(self) -> list[int]:
         """Return the numbers of the rows that have measurements."""
-        if not len(self.values):
-            return sorted(self.measured)
         rows: list[int] = np.flatnonzero(self.values[:, _N]).tolist()
         return sorted({*rows, *self.measured}) if self.measured else rows
 
@@ -410,27 +408,14 @@ class Rows:
         task = self.plan.task(site.kind, site.module)
         return task.fields if task is not None else _NO_FIELDS
 
-    def record(self, row: int, fields: frozenset[str]) -> Record | None:
-        """Return the `fields` of a row; ``None`` if it has no elements."""
-        values = self.values[row]
-        if not fields or not values[_N]:
-            return None
-        record = record_of(values, fields)
-        if self.codes:
-            for name, counts in self.codes.get(row, {}).items():
-                setattr(record, name, counts)
-        if (ranks := self.ranks.get(row)) is not None:
-            record.ranks = tuple(None if values is None else record_of(values, fields) for values in ranks)
-        return record
-
     def _counts(self, numbers: NDArray[np.int64], name: str) -> list[NDArray[np.int64]]:
         """Return the histograms of some rows, each ``(2K,)``; all zero where none was measured."""
         return [np.asarray(self.codes.get(row, {}).get(name, _NO_COUNTS)) for row in numbers.tolist()]
 
-    def message(self, row: int, data: Any = None, record: Record | None = None) -> Message:
+    def message(self, row: int, data: Any = None) -> Message:
         """Return the message of a row."""
         site, path = self.keys[row]
-        return site.message(self.stamp, path, data, record)
+        return site.message(self.stamp, path, data)
 
 
 def _are_close(value: float, known: float) -> bool:
