@@ -13,8 +13,8 @@ from ikkuna.diagnosis.judge import findings_of
 from ikkuna.diagnosis.stored_findings import read_findings
 from ikkuna.numerics.bands import unusual_rows
 from ikkuna.store import StoredRun
+from ikkuna.store.sparkline import ASCII, LEVELS, reduced_matrix
 
-_LEVELS, _ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 _ZERO, _BAD = "0", "!"
 _MISSING, _MISSING_ASCII = "·", " "
 _LABEL = 26
@@ -28,7 +28,7 @@ def _characters(values: NDArray[np.float64], low: float, high: float, terminal: 
 
     The scale is logarithmic if the limits are positive and differ by more than a factor of 100.
     """
-    levels, missing = (_LEVELS, _MISSING) if terminal.can_write(_LEVELS + _MISSING) else (_ASCII, _MISSING_ASCII)
+    levels, missing = (LEVELS, _MISSING) if terminal.can_write(LEVELS + _MISSING) else (ASCII, _MISSING_ASCII)
     with np.errstate(all="ignore"):
         if low > 0 and high > 100 * low:
             share = np.log(values / low) / np.log(high / low)
@@ -46,19 +46,10 @@ def _limits(values: NDArray[np.float64]) -> tuple[float, float]:
     return (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
 
 
-def _binned(values: NDArray[np.float64], bad: NDArray[np.bool_], columns: int, axis: int) -> NDArray[np.float64]:
-    """Return means over equal parts of an axis; NaN where there is no value, infinite where a value is not finite."""
-    count = min(columns, values.shape[axis])
-    parts = zip(np.array_split(values, count, axis), np.array_split(bad, count, axis), strict=True)
-    return np.stack([_mean(part, is_bad, axis) for part, is_bad in parts], axis)
-
-
-def _mean(part: NDArray[np.float64], is_bad: NDArray[np.bool_], axis: int) -> NDArray[np.float64]:
-    there = ~np.isnan(part)
-    with np.errstate(all="ignore"):
-        means: NDArray[np.float64] = np.where(there & np.isfinite(part), part, 0.0).sum(axis) / there.sum(axis)
-    means[is_bad.any(axis) | (np.isinf(part) & there).any(axis)] = np.inf
-    return means
+def _binned(values: NDArray[np.float64], present: NDArray[np.bool_], columns: int) -> NDArray[np.float64]:
+    """Return means over equal parts of the steps; NaN where there is no value, infinite where a value is not finite."""
+    _, means, is_there = reduced_matrix(np.arange(values.shape[1]), values, present, columns)
+    return np.where(is_there, np.where(np.isfinite(means), means, np.inf), np.nan)
 
 
 def _wide_limits(low: float, high: float) -> tuple[float, float]:
@@ -81,7 +72,7 @@ def text_curve(values: NDArray[np.float64], width: int, terminal: Terminal) -> s
     >>> text_curve(np.array([2.3, 2.301, 2.299, 2.3]), 10, terminal)
     '▅▅▅▅'
     """
-    found = _binned(values[None], ~np.isfinite(values[None]), width, 1)[0]
+    found = _binned(values[None], np.ones((1, len(values)), bool), width)[0]
     return _characters(found, *_wide_limits(*_limits(found)), terminal)
 
 
@@ -108,11 +99,7 @@ def text_heatmap(
     classes, worse : sequence of str, int
         See `unusual_rows`.
     """
-    width = max(terminal.width - _LABEL - 2, 8)
-    bad = present & ~np.isfinite(values)
-    there = np.where(present, values, np.nan)
-    there[bad] = 0.0
-    cells = _binned(there, bad, width, 1)
+    cells = _binned(values, present, max(terminal.width - _LABEL - 2, 8))
     if len(names) > _ROWS:
         shown = np.sort(np.argsort(-unusual_rows(cells, classes, worse), kind="stable")[:_ROWS])
         names, cells = [names[i] for i in shown], cells[shown]
@@ -236,9 +223,7 @@ def _write_heatmap(run: StoredRun, kind: str, terminal: Terminal) -> None:
     names, steps, values = run.matrix(kind)
     if not names:
         return
-    present = np.zeros(values.shape, bool)
-    for row, name in zip(present, names, strict=True):
-        row[np.searchsorted(steps, run.series(kind, name).steps)] = True
+    present = run.presence(kind, names, steps)
     finite = values[np.isfinite(values)]
     limits = f"{finite.min():.3g} to {finite.max():.3g}" if len(finite) else "no finite value"
     bad = int((present & ~np.isfinite(values)).sum())

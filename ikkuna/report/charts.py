@@ -14,33 +14,6 @@ from ikkuna.store.sparkline import reduced_curve
 _POINTS = 400  # of a curve
 
 
-def reduced_matrix(
-    steps: NDArray[np.int64], values: NDArray[np.float64], present: NDArray[np.bool_], columns: int
-) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.bool_]]:
-    """Return means over groups of neighbouring steps, NaN if a value of the group is not finite, and which values are there.
-
-    Parameters
-    ----------
-    steps : ndarray (steps,)
-        The steps.
-    values : ndarray (rows, steps)
-        The values.
-    present : ndarray (rows, steps)
-        Which values are there.
-    columns : int
-        The largest number of columns.
-    """
-    if len(steps) <= columns:
-        return steps, values, present
-    edges = np.linspace(0, len(steps), columns + 1).astype(int)[:-1]
-    with np.errstate(all="ignore"):
-        total = np.add.reduceat(np.where(present, values, 0.0), edges, axis=1)
-        count = np.add.reduceat(present, edges, axis=1, dtype=np.int64)
-        means = total / count
-    means[~np.isfinite(means)] = np.nan
-    return steps[edges], means, count > 0
-
-
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Return round numbers from `low` to `high`.
 

@@ -14,7 +14,7 @@ from ikkuna.diagnosis.stored_findings import read_findings
 from ikkuna.report.charts import folded
 from ikkuna.report.content import RunContent, network_charts, run_name
 from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
-from ikkuna.report.modules import module_kinds, presence
+from ikkuna.report.modules import module_kinds
 from ikkuna.report.page import page_target, render, separate_names
 from ikkuna.store import SeriesValues, StoredRun, read_run
 from ikkuna.store.quantity import step_order
@@ -328,7 +328,7 @@ def _pairs(first: RunContent, second: RunContent) -> list[tuple[ReportHeatmap, R
         scale = ColourScale.of(quantity, np.concatenate([values.ravel() for _, values in chosen]))
         drawn = []
         for content, (steps, values) in zip((first, second), chosen, strict=True):
-            present = presence(content.run, kind, names, steps)
+            present = content.run.presence(kind, names, steps)
             title = f"{kind} · {content.name}"
             drawn.append(draw_heatmap(title, quantity, names, steps, values, present, scale, is_narrow=True))
         pairs.append((drawn[0], drawn[1]))

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from PIL.Image import fromarray
 
 from ikkuna.backends.pictures.canvas import COLOURS, MISSING, NONFINITE, ZERO, ColourScale, palette
-from ikkuna.report.charts import reduced_matrix, ticks
+from ikkuna.report.charts import ticks
 from ikkuna.store import StoredHistogram, StoredRun
 from ikkuna.store.quantity import Quantity
+from ikkuna.store.sparkline import reduced_matrix
 
 
 def data_uri(indices: NDArray[np.uint8], colours: NDArray[np.uint8], clear: int | None = None) -> str:

@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 from ikkuna.backends.pictures.heatmap import with_missing_rows
 from ikkuna.diagnosis.findings import Findings
 from ikkuna.numerics.bands import unusual_rows
-from ikkuna.report.charts import ReportChart, ReportCurve, chart_of, reduced_matrix
+from ikkuna.report.charts import ReportChart, ReportCurve, chart_of
 from ikkuna.report.content import RunContent
 from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
 from ikkuna.store import StoredRun
-from ikkuna.store.names import Series
 from ikkuna.store.quantity import Quantity
-from ikkuna.store.sparkline import svg_sparkline
+from ikkuna.store.sparkline import reduced_matrix, svg_sparkline
 
 _FANS = 12
 _SPREAD_STEPS = 400
@@ -71,18 +70,9 @@ def kind_tables(run: StoredRun) -> Iterator[KindTable]:
         names, steps, values = run.matrix(kind)
         if not len(steps):
             continue
-        table = KindTable(kind, run.quantity(kind), names, steps, values, presence(run, kind, names, steps))
+        table = KindTable(kind, run.quantity(kind), names, steps, values, run.presence(kind, names, steps))
         inside = [i for i, name in enumerate(names) if run.order.belongs(name)]
         yield table if len(inside) == len(names) else table.rows(inside)
-
-
-def presence(run: StoredRun, kind: str, names: Sequence[str], steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return which values of a matrix are there: (names, steps)."""
-    present = np.zeros((len(names), len(steps)), bool)
-    for row, name in zip(present, names, strict=True):
-        is_whole = run.size(Series(kind, name)) == len(steps)
-        row[slice(None) if is_whole else np.searchsorted(steps, run.series(kind, name).steps)] = True
-    return present
 
 
 def heatmaps_of(run: StoredRun) -> list[ReportHeatmap]:

@@ -1,4 +1,4 @@
-"""Small curves without axes: as characters, and as SVG."""
+"""Curves and matrices with fewer points, and small curves without axes: as characters, and as SVG."""
 
 import math
 import sys
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-_LEVELS, _ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
+LEVELS, ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
+"""Characters of eight heights, and those of ASCII that take their place."""
 _CHARACTERS = 24
 _POINTS = 24
 
@@ -39,6 +40,33 @@ def reduced_curve(
     return steps[places], values[places]
 
 
+def reduced_matrix(
+    steps: NDArray[np.int64], values: NDArray[np.float64], present: NDArray[np.bool_], columns: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.bool_]]:
+    """Return means over groups of neighbouring steps, NaN if a value of the group is not finite, and which values are there.
+
+    Parameters
+    ----------
+    steps : ndarray (steps,)
+        The steps.
+    values : ndarray (rows, steps)
+        The values.
+    present : ndarray (rows, steps)
+        Which values are there.
+    columns : int
+        The largest number of columns.
+    """
+    if len(steps) <= columns:
+        return steps, values, present
+    edges = np.linspace(0, len(steps), columns + 1).astype(int)[:-1]
+    with np.errstate(all="ignore"):
+        total = np.add.reduceat(np.where(present, values, 0.0), edges, axis=1)
+        count = np.add.reduceat(present, edges, axis=1, dtype=np.int64)
+        means = total / count
+    means[~np.isfinite(means)] = np.nan
+    return steps[edges], means, count > 0
+
+
 def text_sparkline(values: Sequence[float]) -> str:
     """Return the latest values as characters of eight heights; ``!`` for a value that is not finite.
 
@@ -51,7 +79,7 @@ def text_sparkline(values: Sequence[float]) -> str:
     """
     values = list(values)[-_CHARACTERS:]
     finite = [value for value in values if math.isfinite(value)]
-    levels = _LEVELS if (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf") else _ASCII
+    levels = LEVELS if (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf") else ASCII
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     size = high / 7 - low / 7  # the difference itself may be infinite
     return "".join(

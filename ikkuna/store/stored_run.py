@@ -236,6 +236,14 @@ class StoredRun:
             row[np.searchsorted(steps, each.steps)] = each.values
         return names, steps, values
 
+    def presence(self, kind: str, names: Sequence[str], steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which values of the matrix of a kind are there: (modules, steps)."""
+        present = np.zeros((len(names), len(steps)), bool)
+        for row, name in zip(present, names, strict=True):
+            is_whole = self.size(Series(kind, name)) == len(steps)
+            row[slice(None) if is_whole else np.searchsorted(steps, self.series(kind, name).steps)] = True
+        return present
+
     def histogram_kinds(self, pass_name: str = TRAINING) -> tuple[str, ...]:
         """Return the kinds with histograms, in alphabetical order."""
         return tuple(sorted({series.kind for series in self._stored if series.pass_name == pass_name}))

@@ -21,13 +21,13 @@ from ikkuna.diagnosis import Finding, Findings
 from ikkuna.errors import ConfigError
 from ikkuna.reading import read_run
 from ikkuna.report import write_report
-from ikkuna.report.charts import ReportCurve, chart_of, folded, reduced_matrix, ticks
+from ikkuna.report.charts import ReportCurve, chart_of, folded, ticks
 from ikkuna.report.content import RunContent, network_charts
 from ikkuna.report.heatmaps import draw_heatmap
 from ikkuna.report.modules import abnormal_modules, kind_tables, module_rows, table_heatmaps
 from ikkuna.store.names import Series
 from ikkuna.store.quantity import NEUTRAL, Quantity
-from ikkuna.store.sparkline import reduced_curve
+from ikkuna.store.sparkline import reduced_curve, reduced_matrix
 from ikkuna.store.values import ModuleEntry
 from ikkuna.testing import small_model
 
