@@ -67,6 +67,11 @@ class BlockQueue:
     def __bool__(self) -> bool:
         return bool(self._blocks)
 
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that wait."""
+        return self._size
+
     def head(self, size: int = 0) -> list[QueuedBlock]:
         """Return the oldest block and those after it that fit into `size` bytes together with it."""
         blocks: list[QueuedBlock] = []
@@ -215,6 +220,7 @@ def _size(block: QueuedBlock) -> int:
 
 _SMALL_BATCH, _BATCH = 2**10, 2**20  # bytes
 _CHECK_SECONDS = 1.0
+_PAUSE_SECONDS = 0.05
 
 
 class FileWriter:
@@ -222,6 +228,7 @@ class FileWriter:
 
     Each step is one block, written completely or not at all; waiting blocks are written together.
     :meth:`submit` only appends the block to a queue, so a slow, full, failing or blocked disk does not delay the caller.
+    Blocks are written at once, or 50 ms after the last ones, so that the thread is woken at most 20 times a second.
     Blocks that do not fit into the queue are dropped, counted in :attr:`dropped`, and logged in two lines.
     After an error the blocks stay in the queue, and writing is tried again every `retry_seconds`.
     Blocks are kept until fsync has succeeded.  If it fails, the operating system may have discarded them, and it reports
@@ -285,7 +292,7 @@ class FileWriter:
         )
         self._synced = self._wanted = 0  # numbers of blocks: on the disk, and requested to be
         self._synced_at = time.monotonic()
-        self._retry_at = 0.0
+        self._retry_at = self._write_at = 0.0
         self._failures = 0
         self._failing = False
         self._unsafe = ""  # why the file may lack blocks that were written to it
@@ -341,8 +348,10 @@ class FileWriter:
             if not block and not self._queue:
                 self._queue.last_step = step
                 return
+            is_expected = self._is_expected()
             line = self._queue.put(QueuedBlock(block, step, values, is_picture))
-        self._worker.wake()
+        if not is_expected:
+            self._worker.wake()
         if line:
             log.warning("'%s': %s", self._file.label, line)
 
@@ -403,7 +412,7 @@ class FileWriter:
             or self._queue.unsynced >= self._capacity
         ):
             return self._sync
-        if self._queue:
+        if self._queue and (now >= self._write_at or self._is_urgent()):
             return self._write
         return self._check_directory if self._may_check() and now >= self._check_at else None
 
@@ -415,14 +424,26 @@ class FileWriter:
         """Return the time of the next job, unless something changes."""
         due = math.inf
         if self._queue:
-            due = self._retry_at
+            due = max(self._retry_at, self._write_at)
+        elif time.monotonic() < self._write_at:
+            due = self._write_at
         elif self._queue.done > self._synced:
             due = max(self._retry_at, self._synced_at + self._sync_seconds)
         return min(due, self._check_at) if self._may_check() else due
 
+    def _is_urgent(self) -> bool:
+        """Whether blocks are written before the pause after the last ones is over."""
+        return self._worker.is_closing or self._wanted > self._queue.done or self._queue.nbytes > self._capacity // 4
+
+    def _is_expected(self) -> bool:
+        """Whether the thread takes a new block without being woken: it has others to write, or waits for the end of the pause."""
+        is_due = self._queue or time.monotonic() < self._write_at
+        return bool(self._worker.is_served and is_due and not self._is_urgent())
+
     def _write(self) -> None:
         """Write waiting blocks; they stay in the queue until that has succeeded."""
-        # A write for each step would release the interpreter's lock each time and fall behind a busy training thread.
+        # A write for each step would release the interpreter's lock each time and fall behind a busy training thread,
+        # and to wake this thread each time would cost the training thread its processor where others wait for one.
         # After an error only one block is written, because it may fit where many do not, and then twice as many each time.
         with self._worker.lock:
             blocks = self._queue.head(self._batch)
@@ -435,6 +456,8 @@ class FileWriter:
         with self._worker.lock:
             self._queue.mark_written(blocks)
             self._batch = min(2 * max(self._batch, _SMALL_BATCH), _BATCH)
+            if not self._queue:
+                self._write_at = time.monotonic() + _PAUSE_SECONDS
             recovered, self._failing = self._failing, False
         if recovered:
             log.warning("'%s': can be written again", self._file.label)

@@ -99,7 +99,7 @@ def test_a_spike_of_three_steps_is_the_same_in_every_view(make, steps, tmp_path,
         assert finding.message in " ".join(capsys.readouterr().out.split())
     page = write_report(run, tmp_path / "report.html").read_text()
     assert f"<p>{finding.message}</p>" in page
-    assert f"<b>warning: loss_spike at step {finding.step}:</b>" in page
+    assert f"<b>{finding.severity}: loss_spike at step {finding.step}:</b>" in page
 
 
 def test_a_finding_is_stored_at_its_step_and_ends(tmp_path):

@@ -5,6 +5,7 @@ import shutil
 import stat
 import tempfile
 import threading
+import time
 
 import pytest
 
@@ -68,6 +69,30 @@ def test_flush_says_when_everything_is_on_the_disk(tmp_path, plain, monkeypatch)
     assert synced == [4]
     assert writer.acked_step == 2
     assert lines(writer) == expected(0, 1, 2)
+    assert writer.close()
+
+
+def test_blocks_in_quick_succession_wait_for_each_other_and_are_written_by_themselves(tmp_path, plain, monkeypatch):
+    """However fast steps follow, the thread is woken at most 20 times a second."""
+    writes, woken, write = [], [], os.write
+    writer = FileWriter(tmp_path, plain)
+    monkeypatch.setattr(
+        os, "write", lambda descriptor, data: writes.append(time.monotonic()) or write(descriptor, data)
+    )
+    wake = writer._worker.wake
+    monkeypatch.setattr(writer._worker, "wake", lambda: woken.append(time.monotonic()) or wake())
+    submit(writer, [0])
+    while writer.acked_step < 0:
+        time.sleep(0.001)
+    began, step = time.monotonic(), 1
+    while time.monotonic() < began + 0.3:
+        submit(writer, [step])
+        step += 1
+        time.sleep(0.0005)
+    while writer.acked_step < step - 1:
+        time.sleep(0.001)
+    assert max(len(writes), len(woken)) <= 3 + (time.monotonic() - began) / 0.05
+    assert lines(writer) == expected(*range(step))
     assert writer.close()
 
 
