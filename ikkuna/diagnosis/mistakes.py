@@ -311,6 +311,20 @@ TRIVIAL_OPTIMUM = Mistake(
     advice="stop the gradient of one of the two, or add negatives or a term for the variance of outputs",
     explains=_names("rank_collapse ignores_input signal_lost class_collapse plateau vanishing_gradient zero_gradient"),
 )
+ENTROPY_PUNISHED = Mistake(
+    "entropy_punished",
+    meaning="The loss has the entropy of probabilities with a factor of {figure:.2g}, so that actions become certain, beside rewards of both "
+    "signs.",
+    advice="subtract the entropy from the loss, so that it is a bonus",
+    explains=_names("class_collapse logit_growth plateau"),
+)
+CODES_ACROSS_SAMPLES = Mistake(
+    "codes_across_samples",
+    "error",
+    meaning="The similarities are those of codes whose length is 1 along the samples, and not each by itself.",
+    advice="normalise each code along its features: functional.normalize(codes, dim=-1)",
+    explains=_names("no_learning plateau loss_floor"),
+)
 OWN_CANDIDATE = Mistake(
     "own_candidate",
     meaning="Each row is among the candidates to which it is compared, has the largest similarity with itself ({figure:.0%} of the "

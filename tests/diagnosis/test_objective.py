@@ -14,9 +14,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:reduction", "ignore:Using a targ
 
 ROWS, WORDS, TIMES = 16, 11, 7
 RULES = {
-    "loss_contract", "label_shape", "mixed_reduction", "unbounded_loss", "own_candidate", "loss_floor", "time_leak", "label_offset",
-    "padding_in_loss", "inverted_mask", "viewed_axes", "one_label",
-    "constant_result", "mask_as_index", "trivial_optimum", "softmax_twice", "sigmoid_twice", "no_log_softmax", "labels_no_distribution",
+    *("loss_contract", "label_shape", "mixed_reduction", "unbounded_loss", "own_candidate", "loss_floor", "time_leak"),
+    *("label_offset", "padding_in_loss", "inverted_mask", "viewed_axes", "one_label", "entropy_punished", "constant_result"),
+    *("codes_across_samples", "mask_as_index", "trivial_optimum", "softmax_twice", "sigmoid_twice", "no_log_softmax"),
+    "labels_no_distribution",
 }  # fmt: skip
 RIGHT, WRONG = {}, {}
 
@@ -338,6 +339,24 @@ def contrast_multiplied_by_the_temperature():
     return two_views(lambda s: s * 0.05)
 
 
+@wrong("codes_across_samples")
+def contrast_of_codes_across_samples():
+    def objective(model):
+        one, two = (F.normalize(model(rows()), dim=0) for _ in range(2))
+        return F.cross_entropy(one @ two.T / 0.1, torch.arange(ROWS))
+
+    return net(), objective
+
+
+@right
+def correlations_of_features():
+    def objective(model):
+        one, two = (F.normalize(model(rows()), dim=0) for _ in range(2))
+        return (one.T @ two - torch.eye(4)).square().sum()
+
+    return net(), objective
+
+
 @right
 def images_and_texts():
     class Both(nn.Module):
@@ -465,12 +484,12 @@ def groups_of_one():
     )
 
 
-def policy(old):
+def policy(old, bonus=-0.1):
     def objective(model):
         choice = torch.distributions.Categorical(logits=model(rows()))
         logarithms = choice.log_prob(choice.sample())
         ratio = (logarithms - old(logarithms)).exp()
-        return -(ratio * torch.randn(ROWS)).mean() - 0.1 * choice.entropy().mean()
+        return -(ratio * torch.randn(ROWS)).mean() + bonus * choice.entropy().mean()
 
     return net(), objective
 
@@ -483,6 +502,39 @@ def ratio_to_the_old_policy():
 @wrong("constant_result")
 def ratio_to_itself():
     return policy(lambda logarithms: logarithms * 1)
+
+
+@wrong("entropy_punished")
+def certain_actions():
+    def objective(model):
+        choice = torch.distributions.Categorical(logits=model(rows()))
+        return -(choice.log_prob(choice.sample()) * torch.randn(ROWS)).mean() + 0.1 * choice.entropy().mean()
+
+    return net(), objective
+
+
+@right
+def bonus_for_other_actions():
+    def objective(model):
+        scores = model(rows())
+        logarithms, shares = scores.log_softmax(1), scores.softmax(1)
+        taken = logarithms.gather(1, classes()[:, None]).squeeze(1)
+        return -(taken * torch.randn(ROWS)).mean() + 0.1 * (shares * logarithms).sum(1).mean()
+
+    return net(), objective
+
+
+@right
+def certain_predictions():
+    """The entropy of samples without labels is made smaller on purpose."""
+
+    def objective(model):
+        scores = model(rows())
+        return (
+            F.cross_entropy(model(rows()), classes()) - 0.1 * (scores.softmax(1) * scores.log_softmax(1)).sum(1).mean()
+        )
+
+    return net(), objective
 
 
 def nodes_of_a_mask(convert):

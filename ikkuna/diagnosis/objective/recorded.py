@@ -120,6 +120,7 @@ class RecordedObjective:
             if is_alone:
                 self._found += sums.unbounded(added)
                 self._found += operations.trivial_optimum(added, outputs)
+                self._found += sums.entropy_punished(added)
         self._found += similarities.findings(graph.nodes)
         self._read_operations(graph.nodes, of_model)
         self._read_sequences(graph, model, of_model)

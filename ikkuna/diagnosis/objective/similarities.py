@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikkuna.diagnosis.mistakes import LOSS_FLOOR, OWN_CANDIDATE
+from ikkuna.diagnosis.mistakes import CODES_ACROSS_SAMPLES, LOSS_FLOOR, OWN_CANDIDATE
 from ikkuna.diagnosis.objective.graph import operation
 from ikkuna.store.finding import Finding
 from ikkuna.support.torch_internals import saved_by, shape_behind
@@ -18,7 +18,7 @@ _MOST_ELEMENTS = 4_000_000
 _MOST_STEPS = 12
 _NEAR_GUESS = 0.75
 _ROUNDING = 1e-4
-_ARRANGING = ("View", "UnsafeView", "ReshapeAlias", "Alias", "Clone", "ToCopy")
+_ARRANGING = ("LogSoftmax", "MaskedFill", "View", "UnsafeView", "ReshapeAlias", "Alias", "Clone", "ToCopy")
 
 
 def findings(nodes: Sequence[Any]) -> Iterator[Finding]:
@@ -30,9 +30,13 @@ def findings(nodes: Sequence[Any]) -> Iterator[Finding]:
         if scores is None or labels is None or not scores.is_cpu or scores.numel() > _MOST_ELEMENTS:
             continue
         yield from own_candidate(scores.float(), labels)
-        bound = cosine_bound(node)
-        if bound is not None:
-            yield from cosine_floor(scores.shape[1], bound)
+        product, scale = product_of_scores(node)
+        if product is None:
+            continue
+        yield from codes_across_samples(product)
+        largest = _largest_product(product)
+        if largest is not None and scale is not None:
+            yield from cosine_floor(scores.shape[1], scale * largest)
 
 
 def own_candidate(scores: Tensor, labels: Tensor) -> Iterator[Finding]:
@@ -70,31 +74,55 @@ def own_candidate(scores: Tensor, labels: Tensor) -> Iterator[Finding]:
         yield OWN_CANDIDATE.found(probability)
 
 
-def cosine_bound(node: Any) -> float | None:
-    """Return the largest size of the scores of a cross-entropy that are cosines times a number; ``None`` for other scores.
+def product_of_scores(node: Any) -> tuple[Any, float | None]:
+    """Return the node of the product of matrices that are the scores of a cross-entropy, and the size of the factor behind it.
+
+    Returns
+    -------
+    tuple of (object, float or None)
+        ``None`` in place of the node for other scores, and in place of the factor if it is learned, so that it can grow.
 
     Examples
     --------
-    >>> from torch.nn import functional
-    >>> a, b = (functional.normalize(torch.randn(4, 3, requires_grad=True), dim=1) for _ in range(2))
-    >>> loss = functional.cross_entropy(a @ b.T / 0.5, torch.arange(4))
-    >>> round(cosine_bound(loss.grad_fn), 4)
-    2.0
+    >>> a, b = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
+    >>> loss = torch.nn.functional.cross_entropy(a @ b.T / -0.5, torch.arange(4))
+    >>> node, factor = product_of_scores(loss.grad_fn)
+    >>> operation(node), factor
+    ('Mm', 2.0)
     """
-    scale = 1.0
+    scale: float | None = 1.0
     for _ in range(_MOST_STEPS):
         node = node.next_functions[0][0] if node.next_functions else None
         name = "" if node is None else operation(node)
         if name == "Mm":
-            return abs(scale) * product if (product := _largest_product(node)) is not None else None
+            return node, None if scale is None else abs(scale)
         if name in ("Mul", "Div"):
             factor = _number(saved_by(node, "other"))
-            if factor is None or factor == 0 or len([n for n, _ in node.next_functions if n is not None]) > 1:
-                return None  # a factor that is learned can grow
-            scale = scale * factor if name == "Mul" else scale / factor
-        elif name != "LogSoftmax" and name not in _ARRANGING:
-            return None
-    return None
+            is_learned = len([behind for behind, _ in node.next_functions if behind is not None]) > 1
+            scale = (
+                None if is_learned or not factor or scale is None else scale * (factor if name == "Mul" else 1 / factor)
+            )
+        elif name not in _ARRANGING:
+            break
+    return None, None
+
+
+def codes_across_samples(product: Any) -> Iterator[Finding]:
+    """Find a product of codes whose columns all have the length 1, and whose rows, which are the codes, have various ones.
+
+    Examples
+    --------
+    >>> codes = torch.nn.functional.normalize(torch.randn(6, 4, requires_grad=True), dim=0)
+    >>> [found.rule for found in codes_across_samples((codes @ codes.T).grad_fn)]
+    ['codes_across_samples']
+    """
+    left, right = saved_by(product, "self"), saved_by(product, "mat2")
+    if left is None or right is None or not left.is_cpu or min(left.shape) < 2 or right.shape[1] < 2:
+        return
+    across = [left.float().norm(dim=0), right.float().norm(dim=1)]
+    along = left.float().norm(dim=1)
+    if all(bool(((x - 1).abs() < _ROUNDING).all()) for x in across) and bool(((along - along[0]).abs() > 0.01).any()):
+        yield CODES_ACROSS_SAMPLES.found()
 
 
 def _number(value: Any) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ikkuna.diagnosis.mistakes import LABEL_SHAPE, MIXED_REDUCTION, UNBOUNDED_LOSS
+from ikkuna.diagnosis.mistakes import ENTROPY_PUNISHED, LABEL_SHAPE, MIXED_REDUCTION, UNBOUNDED_LOSS
 from ikkuna.diagnosis.objective.graph import Term, arguments_of, operation
 from ikkuna.diagnosis.preflight_checks.contracts import LossCall, loss_calls
 from ikkuna.diagnosis.preflight_checks.outputs import last_operations
@@ -78,6 +78,8 @@ _GROWTH: dict[str, Callable[[Any], float]] = {
 """How fast functions grow in their arguments: the exponent, 0 for a bounded one.  Those not listed may grow as fast as any."""
 
 _CONVEX = ("Pow", "Exp", "MseLoss", "Var")  # they grow in every direction, or to infinity in one
+_LOGARITHMS = ("LogSoftmax", "Logsumexp", "Log")
+_BOUNDING = ("Clamp", "ClampMin", "Add", "Alias", "Clone")
 _FREE = ("Addmm", "Mm", "Convolution", "Embedding")  # results that weights can make any number
 
 
@@ -111,6 +113,36 @@ def _is_free(node: Any) -> bool:
     """Return whether all arguments of a function are sums of results that weights can make any number."""
     arguments = arguments_of(node)
     return bool(arguments) and all(_name(each) in _FREE for each in arguments or ())
+
+
+def entropy_punished(terms: list[Term]) -> Iterator[Finding]:
+    """Find an entropy that the objective makes smaller beside log-probabilities with factors of both signs, as rewards are.
+
+    Without rewards a smaller entropy can be the aim, as that of predictions for samples without labels.
+    """
+    rewards = any(each.low < 0 < each.high and _name(each.node) in _LOGARITHMS for each in terms)
+    for each in terms if rewards else ():
+        if each.low == each.high < 0 and _name(each.node) == "Mul" and _is_entropy(each.node):
+            samples = (shape_behind(each.node) or (1,))[0]
+            yield ENTROPY_PUNISHED.found(-each.high * samples)
+            return
+
+
+def _is_entropy(node: Any) -> bool:
+    """Return whether a product is that of probabilities and their logarithms."""
+    sides = [_first_of(behind, _BOUNDING) for behind, _ in node.next_functions]
+    if len(sides) != 2 or None in sides:
+        return False
+    names = [_name(each) for each in sides]
+    probabilities = [name for name in names if name in ("Softmax", "Exp", "Div")]
+    return len(probabilities) == 1 and any(name in (*_LOGARITHMS, "Sub") for name in names)
+
+
+def _first_of(node: Any, skipped: tuple[str, ...]) -> Any:
+    """Return the first operation behind a node that is none of `skipped`."""
+    while node is not None and _name(node) in skipped and node.next_functions:
+        node = node.next_functions[0][0]
+    return node
 
 
 # -- reductions --------------------------------------------------------------------------------------------------------

@@ -12,12 +12,16 @@ import os
 import tempfile
 import time
 import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import ikkuna
 from tests.diagnosis.unseen import SETS, Case, cases
+from tests.diagnosis.unseen.programs import Program
 
 RESULTS = {
     "first": "results.json",
@@ -60,9 +64,15 @@ def checked(case: Case) -> list[dict]:
     """Return the findings of the check before the first step."""
     torch.manual_seed(0)
     program = case.build()
-    if program.loss is None:
-        return []  # the check wants a loss of outputs and labels, as the README shows it
-    return rows(ikkuna.preflight(program.model, next(iter(program.loader)), program.loss, program.optimizer))
+    if program.loss is None and program.objective is None:
+        return []  # the check wants a loss of outputs and labels, or a function that returns what the loop minimises
+    given = {"loss": program.loss} if program.loss else {"objective": partial(of_model, program)}
+    return rows(ikkuna.preflight(program.model, next(iter(program.loader)), optimizer=program.optimizer, **given))
+
+
+def of_model(program: Program, model: torch.nn.Module, batch: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the objective of a program with this model."""
+    return program.objective(replace(program, model=model), *batch)
 
 
 def run(case: Case) -> dict:

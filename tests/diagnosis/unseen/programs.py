@@ -63,6 +63,8 @@ class Program:
     schedulers: list[Any] = field(default_factory=list)
     #: further models that the script watches
     others: list[nn.Module] = field(default_factory=list)
+    #: what the loop minimises, called with a program and the values of a batch, where it is a function
+    objective: Callable[..., torch.Tensor] | None = None
 
 
 def loader(*tensors: torch.Tensor, batch: int = 32, shuffle: bool = True, **options) -> DataLoader:

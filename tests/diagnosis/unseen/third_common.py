@@ -21,4 +21,5 @@ def descend(objective):
 def training(model, data, objective, rate=3e-3, epochs=5, optimizer=None, others=()):
     """Return the program that trains `model` by Adam, or by `optimizer`, on an objective of its own."""
     optimizer = optimizer or torch.optim.Adam(model.parameters(), rate)
-    return Program(model, None, data, optimizer, epochs, loop=descend(objective), others=list(others))
+    loop = descend(objective)
+    return Program(model, None, data, optimizer, epochs, loop=loop, others=list(others), objective=objective)
