@@ -313,8 +313,8 @@ TRIVIAL_OPTIMUM = Mistake(
 )
 ENTROPY_PUNISHED = Mistake(
     "entropy_punished",
-    meaning="The loss has the entropy of probabilities with a factor of {figure:.2g}, so that actions become certain, beside rewards of both "
-    "signs.",
+    meaning="Beside rewards of both signs the loss has the entropy of probabilities with a factor of {figure:.2g}: "
+    "it makes actions certain.",
     advice="subtract the entropy from the loss, so that it is a bonus",
     explains=_names("class_collapse logit_growth plateau"),
 )

@@ -19,6 +19,11 @@ from ikkuna.diagnosis.preflight_checks.trial import Check, Trial
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.store.finding import Finding
 
+_OF_OUTPUTS: tuple[Check, ...] = (
+    *(dependence.ignores_input, dependence.batch_leak, dependence.random_output, dependence.inplace_changes_output),
+)
+"""The checks that concern no loss: an objective may mix the samples itself before it calls the model."""
+
 CHECKS: tuple[Check, ...] = (
     *(models.not_in_optimizer, models.frozen_in_optimizer, models.parameter_in_two_groups, models.learning_rate_zero),
     *(
@@ -41,7 +46,7 @@ CHECKS: tuple[Check, ...] = (
         differences.wrong_gradient,
     ),
     *(signal.signal_scale, signal.signal_lost, signal.gradient_scale, signal.dead_units, differences.no_activation),
-    *(dependence.ignores_input, dependence.batch_leak, dependence.random_output, dependence.inplace_changes_output),
+    *_OF_OUTPUTS,
     *(
         sequences.time_leak,
         sequences.label_offset,
@@ -132,7 +137,7 @@ def preflight(
     with trial.restored():
         for check in CHECKS:
             try:
-                for finding in _run(check, trial):
+                for finding in _run(check, trial.of_model if check in _OF_OUTPUTS else trial):
                     found.add(finding)
                 judged.append(check.__name__)
             except CannotJudgeError as reason:

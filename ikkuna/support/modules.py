@@ -27,7 +27,7 @@ _INNER = {  # name of a wrapper class → the attribute that holds the wrapped m
     "ActivationWrapper": "_checkpoint_wrapped_module",
     "AveragedModel": "module",
     "_FabricModule": "_original_module",
-    "_ObjectiveModel": "module",
+    "ObjectiveModel": "module",
 }
 _CLASSES = 512  # entries of caches by class or by name of a parameter
 _ORIGINAL = re.compile(r"\.original\d*$")

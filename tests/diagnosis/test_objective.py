@@ -839,6 +839,31 @@ def test_an_objective_is_checked_before_the_first_step(layers, objective, rule, 
     assert found[rule].module == module
 
 
+def test_an_objective_that_mixes_samples_is_no_leak():
+    def mixed(model, batch):
+        inputs, labels = batch
+        half = (inputs + inputs.roll(1, 0)) / 2
+        return (F.cross_entropy(model(half), labels) + F.cross_entropy(model(half), labels.roll(1, 0))) / 2
+
+    found = ikkuna.preflight(net(), (rows(), classes()), objective=mixed)
+    assert not found
+    assert "batch_leak" in found.judged
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda batch: {"inputs": batch[0], "labels": batch[1]}])
+def test_an_objective_receives_the_batch_as_it_is(kind):
+    received = []
+
+    def objective(model, batch):
+        received.append(batch)
+        inputs, labels = batch.values() if isinstance(batch, dict) else batch
+        return F.cross_entropy(model(inputs), labels)
+
+    batch = kind((rows(), classes()))
+    assert not [each for each in ikkuna.preflight(net(), batch, objective=objective) if each.severity != "info"]
+    assert {type(each) for each in received} == {type(batch)}
+
+
 def test_a_loss_and_an_objective_are_refused():
     with pytest.raises(ikkuna.errors.ConfigError, match="got both"):
         ikkuna.preflight(net(), rows(), nn.MSELoss(), objective=lambda m, x: m(x).mean())

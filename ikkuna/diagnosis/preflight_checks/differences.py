@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from ikkuna.diagnosis.mistakes import NO_ACTIVATION, WRONG_GRADIENT
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
+from ikkuna.diagnosis.preflight_checks.training_setup import ObjectiveModel
 from ikkuna.diagnosis.preflight_checks.trial import Trial, directions
 from ikkuna.store.finding import Finding
 from ikkuna.support.failures import error_text
@@ -48,7 +49,9 @@ def wrong_gradient(trial: Trial) -> Iterator[Finding]:
     wrong = [owner for owner in chosen if _differs(precise, parameters, gradients, owners[owner] & reached)]
     if wrong:
         names = tuple(owner or trial.root for owner in wrong)
-        at_most = "info" if trial.has_objective else "error"  # where gradients are stopped on purpose
+        at_most = (
+            "info" if isinstance(trial.model, ObjectiveModel) else "error"
+        )  # where gradients are stopped on purpose
         yield WRONG_GRADIENT.found(len(wrong), names[-1], modules=names, at_most=at_most)
 
 

@@ -119,8 +119,16 @@ class Evaluation(NamedTuple):
     draws: bool
 
 
-class _ObjectiveModel(nn.Module):
-    """A model that returns what an objective of the user's computes with it, beside the first output of the model itself."""
+class ObjectiveModel(nn.Module):
+    """A model that returns what an objective of the user's computes with it, and the first call of the model itself.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The model.
+    objective : callable
+        Called with the model and a batch.
+    """
 
     def __init__(self, module: nn.Module, objective: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__()
@@ -128,13 +136,15 @@ class _ObjectiveModel(nn.Module):
         self.training = module.training
 
     def forward(self, batch: Any) -> dict[str, Any]:
-        outputs: list[Any] = []
-        handle = self.module.register_forward_hook(lambda module, args, output: outputs.append(output))
+        """Return the loss, and the arguments and the output of the first call of the model, by name."""
+        calls: list[tuple[Any, Any, Any]] = []
+        handle = self.module.register_forward_hook(lambda _, *call: calls.append(call), with_kwargs=True)
         try:
             loss = self.objective(self.module, batch)
         finally:
             handle.remove()
-        return {"output": outputs[0] if outputs else None, "loss": loss}
+        args, kwargs, output = calls[0] if calls else ((), {}, None)
+        return {"output": output, "loss": loss, "args": args, "kwargs": kwargs}
 
 
 class TrainingSetup:
@@ -167,8 +177,7 @@ class TrainingSetup:
         causal: bool | None = None,
         objective: Callable[[nn.Module, Any], Any] | None = None,
     ) -> None:
-        self.has_objective = objective is not None
-        self.model = without_replica_wrappers(model if objective is None else _ObjectiveModel(model, objective))
+        self.model = without_replica_wrappers(model if objective is None else ObjectiveModel(model, objective))
         self.loss = loss
         self.optimizers = optimizers
         self.causal = causal

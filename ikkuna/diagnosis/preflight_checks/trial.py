@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ikkuna.diagnosis.history import History, Network
+from ikkuna.diagnosis.preflight_checks.batch import Batch
 from ikkuna.diagnosis.preflight_checks.contracts import LossCall
 from ikkuna.diagnosis.preflight_checks.first_step import FirstStep, Gradient, run_first_step
 from ikkuna.diagnosis.preflight_checks.outputs import (
@@ -21,7 +22,13 @@ from ikkuna.diagnosis.preflight_checks.outputs import (
     inner_loss,
     main_output,
 )
-from ikkuna.diagnosis.preflight_checks.training_setup import Evaluation, TrainingSetup, restored, train_norms
+from ikkuna.diagnosis.preflight_checks.training_setup import (
+    Evaluation,
+    ObjectiveModel,
+    TrainingSetup,
+    restored,
+    train_norms,
+)
 from ikkuna.diagnosis.rule import Score, get_rules
 from ikkuna.store.finding import Finding
 from ikkuna.store.values import ModuleEntry
@@ -51,6 +58,24 @@ class Trial(TrainingSetup):
     def first_step(self) -> FirstStep:
         """Forward, loss and gradients in the modes in which the user left the modules."""
         return run_first_step(self)
+
+    @cached_property
+    def of_model(self) -> Trial:
+        """A trial of the model alone, with what an objective calls it with first; this trial without an objective.
+
+        Raises
+        ------
+        CannotJudgeError
+            If the objective does not call the model, or with positional and named arguments.
+        """
+        if not isinstance(self.model, ObjectiveModel):
+            return self
+        result = self.first_step.result or {}
+        args, kwargs = result.get("args", ()), result.get("kwargs", {})
+        if bool(args) == bool(kwargs):
+            raise CannotJudgeError("the inputs with which the objective calls the model are not known")
+        inputs = kwargs or (args[0] if len(args) == 1 else args)
+        return Trial(self.model.module, Batch(inputs), None, self.optimizers, self.causal)
 
     def loss_of(self, output: Tensor, labels: Any) -> Tensor:
         """Return the loss that the first step would have with another main output."""
