@@ -12,6 +12,7 @@ from ikkuna.export.subscriber import Subscriber
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.bus.delivery import Finished
 from ikkuna.metrics.messages.stamp import Stamp
+from ikkuna.numerics.statistics.float_code import WORTH_SAMPLING
 from ikkuna.numerics.statistics.table import COLUMN
 from ikkuna.observation.rows.part import HostCopy
 from ikkuna.observation.rows.plan import Demand, Site
@@ -311,6 +312,36 @@ def test_every_way_measures_into_the_part_that_counts(way, native):
     record = case.close()["weights"]
     assert (record.n, record.mean) == (2, mean)
     assert not case.recorder.unreadable
+    case.bus.close()
+
+
+@pytest.mark.parametrize("way", ["receive", "receive_difference"])
+def test_an_error_in_measuring_is_counted_and_costs_its_tensor_alone(way, monkeypatch):
+    case = Case(on_error="log")
+    with monkeypatch.context() as patched:
+        patched.setattr(case.recorder.index, "row", lambda site, path: 1 / 0)
+        getattr(case.recorder, way)(WEIGHTS, *(AFTER, torch.ones(3))[: 1 + (way != "receive")], "")
+    case.see([4.0])
+    assert case.bus.error_guard.errors == 1
+    assert set(case.close()) == {"activations"}
+    case.bus.close()
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_each_step_draws_another_sample(native):
+    class Sampling(Collecting):
+        fields = ("sampled_codes",)
+
+    records, found = {}, []
+    case = Case(Sampling("activations", records))
+    case.recorder = Recorder(case.bus.error_guard, native)
+    x = torch.randn(2 * WORTH_SAMPLING)
+    for _ in range(2):
+        case.open()
+        case.recorder.receive(ACTIVATIONS, x, "")
+        case.close()
+        found.append(records["activations"].sampled_codes)
+    assert (found[0] != found[1]).any()
     case.bus.close()
 
 

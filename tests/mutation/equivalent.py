@@ -1,10 +1,79 @@
 """Mutants that no test can tell from the original, each with the reason."""
 
-_LOSS = "subscribers/ikkuna_subscribers/rules/loss.py"
-
-EQUIVALENT: dict[str, str] = {
-    f'{_LOSS}: -1 -> 1 in before = memory.get("step", |-1)': "the first 16 losses have no score, so none of step 0 or 1 is judged",
-    f'{_LOSS}: 1 -> 2 in before = memory.get("step", -|1)': "no step is below 0",
-    f"{_LOSS}: found[2] > -math.inf -> found[2] >= -math.inf in fresh = [found for found in history.loss_scores "
-    "if found[0] > before and |found[2] > -math.inf]": "both leave NaN out, and a score of -inf is that of a healthy step",
+EQUIVALENT = {
+    f"{file}: {change} in {line}": reason
+    for file, changes in {
+        "subscribers/ikkuna_subscribers/rules/loss.py": (
+            (
+                "-1 -> 1",
+                'before = memory.get("step", |-1)',
+                "the first 16 losses have no score, so none of step 0 or 1 is judged",
+            ),
+            ("1 -> 2", 'before = memory.get("step", -|1)', "no step is below 0"),
+            (
+                "found[2] > -math.inf -> found[2] >= -math.inf",
+                "fresh = [found for found in history.loss_scores if found[0] > before and |found[2] > -math.inf]",
+                "both leave NaN out, and a score of -inf is that of a healthy step",
+            ),
+        ),
+        "ikkuna/observation/rows/recorder.py": (
+            (
+                "return statistics.try_add(row, tensor, task.fields, self._source(task.fields)) -> return None",
+                "|return statistics.try_add(row, tensor, task.fields, self._source(task.fields))",
+                "the other way measures the same, with more checks",
+            ),
+        ),
+        "ikkuna/store/writer.py": (
+            (
+                "now < self._retry_at -> now <= self._retry_at",
+                "if |now < self._retry_at:",
+                "a time that equals the deadline is a tick of the clock away from it",
+            ),
+            (
+                "now >= self._check_at -> now > self._check_at",
+                "return self._check_directory if self._may_check() and |now >= self._check_at else None",
+                "a time that equals the deadline is a tick of the clock away from it",
+            ),
+        ),
+        "ikkuna/diagnosis/history.py": (
+            (
+                "curves.keys() >= set(names) -> curves.keys() > set(names)",
+                "if not |curves.keys() >= set(names):",
+                "names that are known are inserted again, in the same order",
+            ),
+        ),
+        "ikkuna/numerics/statistics/host.py": (
+            ("1 -> 2", "_LONG, _PIECE = |1 << 20, 1 << 10", "pieces of another size have the same sum up to rounding"),
+            (
+                "not fields <= _COUNTED -> fields <= _COUNTED",
+                "if kernels is not None and weight == 1 and |not fields <= _COUNTED and kernels.accepts(x):",
+                "both ways count the same elements, and one of them also reads them",
+            ),
+        ),
+        "ikkuna/flight_recorder/recorder.py": (
+            (
+                "False -> True",
+                "self._any_was_bad = |False",
+                "the first table takes the long way, whose result is the same",
+            ),
+            (
+                "not self._is_cleaned and log_dir.is_dir() -> not self._is_cleaned or log_dir.is_dir()",
+                "if |not self._is_cleaned and log_dir.is_dir():",
+                "what is left is removed again, or searched in a directory that does not exist",
+            ),
+        ),
+        "ikkuna/diagnosis/judge.py": (
+            (
+                "value - value -> value + value",
+                "if step < last or |value - value != 0:",
+                "values are added at once instead of later, which changes time and no finding",
+            ),
+            (
+                "if kind not in self._deferred_kinds: -> if not kind not in self._deferred_kinds:",
+                "|if kind not in self._deferred_kinds:",
+                "values are added at once instead of later, which changes time and no finding",
+            ),
+        ),
+    }.items()
+    for change, line, reason in changes
 }

@@ -11,6 +11,7 @@ from ikkuna import cli
 from ikkuna.backends.loggers import StepValues
 from ikkuna.cli.sample_training import train_sample
 from ikkuna.diagnosis import Finding, Rule, Score
+from ikkuna.diagnosis.judge import check
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.integrations.mlflow import MlflowBackend
 from ikkuna.integrations.wandb import WandbBackend
@@ -32,6 +33,8 @@ def test_a_function_is_called_once_for_each_rule(tmp_path):
 def test_muted_findings_are_not_reported(tmp_path, name, caplog):
     assert "dead_units" not in found_in_training(tmp_path, mute=[name])
     assert "dead_units" not in caplog.text
+    heard, all_ = ({finding.rule for finding in check(tmp_path / "run0001", **o)} for o in ({}, {"muted": True}))
+    assert all_ - heard == ({"dead_units"} if ":" in name else set())  # a rule that is muted as a whole does not judge
 
 
 def test_other_modules_of_a_muted_rule_are_reported(tmp_path):
