@@ -103,7 +103,8 @@ def main() -> None:
         "# Flipped bits",
         "",
         "`python benchmarks/flips.py`, torch on gloo. `named`: tensor and rank (of two replicas: both) are right, at the next sample of "
-        "the tensor, or before it by the weights that a flipped state has changed. `gone`: the optimizer has rounded the difference away.",
+        "the tensor, or before it by the weights that a flipped state has changed. `gone`: the optimizer has rounded the difference away, "
+        "so that no rank differs at the next sample.",
         "",
         "| training | tensor | named | wrong | missed | gone | empty shard |",
         "|---|---|---|---|---|---|---|",

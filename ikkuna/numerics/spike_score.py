@@ -2,7 +2,7 @@ r"""How far a value, such as the loss of a step, is above the values before it."
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,48 +12,58 @@ LIMIT = 10.0
 """A value with a larger score is a spike."""
 
 _LEVEL = 32
-_WINDOW = 128
-_ENOUGH = 48
+_RESIDUALS = 128
 _PACE = 16
-_MEMORY = 512
-_RARE = 32
-_NORMAL = 2.2  # the distance that one value in 32 exceeds if the noise is normal
+_RECENT = 128
+_MEMORY = 4096
+_FIRST = 64
+_TAIL = 512
+_LEVELS = 512
 _SHARE = 5e-4
-_FAR = 6.0
-_SCALE = 0.66  # the median deviation of normal noise over the root mean square of distances from a median of 32 values
+_NORMAL = 1.4826  # the standard deviation of normal noise over its median deviation
+_FACTORS = 4.0, 16.0
+_LONG = 0.75
+_RARE = 3e4
+_SPREAD = 0.3  # of the logarithm of the farthest of 16 values of normal noise
+_PRIOR = 16
 
 
 class SpikeScore:
-    r"""The running spike score of a series: the distance above its local trend in units of the usual distance above it.
+    r"""The running spike score of a series: the distance above its trend in robust deviations, or more for a heavy tail.
 
-    .. math:: s_t = \frac{\min(x_t - m, \; \tfrac 3 2 (x_t - \max(x_{t-4}, \dots, x_{t-1})))}{w \, u},
+    .. math:: s_t = \frac{\min(x_t - m, \; \tfrac 3 2 (x_t - \max(x_{t-4}, \dots, x_{t-1})))}{u},
         \quad m = \max(\ell + c, \; \min_i x_i)
 
     with the median :math:`\ell` and the minimum of the last 32 values :math:`x_i`; the second distance is for series that drift.
     Each value leaves a residual :math:`r = x - \ell` from the median that was known before it, and :math:`c` is the median of the last
     128 residuals, without those of the first half of the series if 32 remain: a series that falls is predicted to fall as it did.
-    The unit is the usual distance of a residual above :math:`c`, which is the median deviation if the noise is normal:
+    The unit is the largest of three:
 
-    .. math:: u = \max\left(0.66 \, \sqrt{\mathrm{mean}_{r_i > c} \min(r_i - c, 6 d)^2}, \; \tfrac{1}{2000} M\right),
-        \quad d = \mathrm{median}_{r_i > c} (r_i - c)
+    .. math:: u = \max\left(\sigma, \; \frac{k}{10} \max_{128} d, \; \frac{3 k}{40} \, \sigma \max_{4096} \frac{d}{\sigma_d} \right),
+        \quad \sigma = \max\left(1.4826 \, \mathrm{median}_{r_i > c} (r_i - c), \; \tfrac{1}{2000} M\right)
 
-    The distances below do not count, because losses are skewed, and the limit of :math:`6 d` is for earlier spikes.
-    :math:`M` is the largest :math:`|m|` of the last 512 values: a rise of less than half a percent of what a loss has just been, as
-    that of one sample after all are fitted, is no spike.
-    The factor :math:`w` widens the unit if the noise has a heavy tail, as the loss of single samples, of a game or of a reward has:
+    The first, :math:`\sigma`, is the median deviation above the trend, scaled to the standard deviation of normal noise: the distances
+    below do not count, because losses are skewed.  :math:`M` is the largest :math:`|m|` of the last 512 values: a rise of less than half
+    a percent of what a loss has just been, as that of one sample after all are fitted, is no spike.
 
-    .. math:: w = \max\left(1, \; \min\left(\left(\frac{q}{2.2 \, (1 + 4 / \sqrt n)}\right)^3, p\right), \;
-        \frac{\min(r, 25)}{4} \right)
+    The others compare with the tail that the series itself has shown: a spike is *k* times as far as the farthest of the last 128 values.
+    Of the last 4096 values without the first 64, it is :math:`3 k / 4` times as far as the farthest, in units of the deviation
+    :math:`\sigma_d` of that time.  The distance :math:`d` is the numerator above, but at most ten units of its time, so that a spike
+    raises the limit to *k* times what it was, however large it is.  The factor *k* extrapolates a tail of the index :math:`\gamma`:
 
-    where one in 32 of the last :math:`n \leq 512` values of :math:`w u s / v` is larger than :math:`q`, which is 2.2 for normal noise,
-    :math:`p` is the largest of them over :math:`u / v`, so that a value about ten times as far is a spike,
-    and :math:`r` is the third largest: what happens again and again is usual, unless it is very large.
-    Here :math:`v = \max(\mathrm{median}_i |r_i - c|, M / 2000)` is a unit that a heavy tail does not widen.
-    Median, unit and factor are computed again after every 16 values, so most values cost one comparison with `threshold`.
+    .. math:: k = \min(\max((30{,}000 / n)^\gamma, 4), 16), \quad \gamma = \frac{\sqrt 6}{\pi} \mathrm{std}(\log d_i / \sigma_d)
 
-    The first 16 finite values have the score NaN, and with i < 48 values the unit is :math:`48 / i` times as large.
+    where :math:`d_i` are the farthest of each 16 values, without those with a spike, and :math:`n \leq 512` is the number of values
+    that they stand for.  If a distance above *d* has the probability :math:`d^{-1/\gamma}`, their logarithms have a Gumbel distribution
+    with this deviation, and one of 30,000 values is *k* times as far as the farthest of *n*.  Their variance is averaged with 16 times
+    that of normal noise, 0.3², so that few values leave the factor at 4.  It is up to 16 for losses without a variance, such as the
+    square of an error with outliers.
+
+    Trend, deviation and unit are computed again after every 16 values, so most values cost one comparison with `threshold`.
+    The first 16 finite values have the score NaN; then the deviation of 16 values counts twice, and the tail of :math:`i < 64` values
+    :math:`64 / i` times.
     If more than half of the 32 values equal their median, or a quarter their minimum, the unit is the largest residual that the series
-    has had, if this is larger; without any, a value above 48 equal ones has an infinite score.
+    has had, if this is larger; without any, a value above 32 equal ones has an infinite score.
     NaN and infinite values have an infinite score if a finite value came before, and otherwise NaN; they are not part of the window.
 
     Attributes
@@ -67,9 +77,9 @@ class SpikeScore:
     --------
     >>> score, losses = SpikeScore(), [1 + 0.01 * (0, 6, 8, 14)[i % 4] for i in range(64)]
     >>> [round(score.add(loss), 3) for loss in losses][14:18]
-    [nan, nan, -2.121, -1.212]
+    [nan, nan, -1.771, -1.012]
     >>> round(score.threshold, 6), round(score.add(2.06), 6), score.add(math.inf)
-    (1.4, 30.0, inf)
+    (1.66304, 16.693646, inf)
     """
 
     def __init__(self) -> None:
@@ -80,12 +90,13 @@ class SpikeScore:
         self.threshold = math.inf
         self.count = 0
         self._level = self._middle = self._unit = self._deviation = math.nan
-        self._width = 1.0
         self._largest = 0.0
         self._values: deque[float] = deque(maxlen=_LEVEL)
-        self._residuals: deque[float] = deque(maxlen=_WINDOW)
-        self._distances: deque[float] = deque(maxlen=_MEMORY)
-        self._levels: deque[float] = deque(maxlen=_MEMORY // _PACE)
+        self._residuals: deque[float] = deque(maxlen=_RESIDUALS)
+        self._levels: deque[float] = deque(maxlen=_LEVELS // _PACE)
+        self._recent: deque[float] = deque(maxlen=_RECENT // _PACE)  # the largest distance of each 16 values
+        self._ratios: deque[float] = deque(maxlen=_MEMORY // _PACE)  # over the deviation
+        self._usual: deque[float] = deque(maxlen=_TAIL // _PACE)  # their logarithms, without spikes
 
     def add(self, value: float) -> float:
         """Add a value, and return its score."""
@@ -105,62 +116,68 @@ class SpikeScore:
             return math.nan
         before = self._values
         distance = min(value - self._middle, 1.5 * (value - max(before[-1], before[-2], before[-3], before[-4])))
-        if unit := self._width * self._unit:
-            return distance / unit
-        return math.inf if distance > 0 and self.count >= _ENOUGH else min(distance, 0.0)
+        if self._unit:
+            return distance / self._unit
+        return math.inf if distance > 0 and self.count >= _LEVEL else min(distance, 0.0)
 
     def _update(self) -> None:
-        """Compute the trend, the unit, the factor and the threshold."""
+        """Add the last 16 values to the memory, and compute the trend, the unit and the threshold again."""
         values = np.array(self._values)
         is_first = self.count == _PACE
         if is_first:
             self._level = _median(values)
         residuals = values[-_PACE:] - self._level
         self._residuals.extend(residuals.tolist())
-        if is_first:
-            self._measure(values)
-        recent = values[-_PACE - 4 :]
-        pairs = np.maximum(recent[:-2], recent[1:-1])
-        highest = np.maximum(pairs[:-2], pairs[2:])  # of the four values before
-        distances = np.minimum(recent[4:] - self._middle, 1.5 * (recent[4:] - highest))
-        if self._deviation:  # otherwise nothing is known of the noise
-            self._distances.extend((distances / self._deviation).tolist())
         self._largest = max(self._largest, float(np.abs(residuals).max()))
+        if is_first:  # otherwise the distances are those from the trend that was known before these values
+            self._measure(values)
+        farthest, limit = _farthest(values, self._middle), math.inf if is_first else LIMIT * self._unit
+        self._recent.append(min(farthest, limit))
+        if self._deviation and self.count > _FIRST:  # the first deviations are those of few values
+            self._ratios.append(min(farthest, limit) / self._deviation)
+            if farthest <= limit:
+                self._usual.append(math.log(max(farthest / self._deviation, 0.5)))
         self._measure(values)
-        count = len(values)
+        tail = max(max(self._recent), _LONG * self._deviation * max(self._ratios, default=0.0))
+        tail *= max(_FIRST / self.count, 1) * _factor(self._usual) / LIMIT
+        unit, count = max(self._deviation * max(_LEVEL / self.count, 1), tail), len(values)
         if 2 * np.count_nonzero(values == self._level) > count or 4 * np.count_nonzero(values == values.min()) > count:
-            self._unit = max(self._unit, self._largest)
-        ratio = self._unit / self._deviation if self._deviation else 1.0
-        self._width = _width(np.array(self._distances), ratio) * max(_ENOUGH / self.count, 1)
-        self.threshold = self._middle + LIMIT * self._width * self._unit
+            unit = max(unit, self._largest)
+        self._unit = unit
+        self.threshold = self._middle + LIMIT * self._unit
 
     def _measure(self, values: NDArray[np.float64]) -> None:
-        """Compute the trend and the unit."""
+        """Compute the trend and the deviation."""
         residuals = np.sort(np.array(self._residuals)[-max(self.count // 2, _LEVEL) :])
         self._level, trend = _median(values), _median(residuals)
         self._middle = max(self._level + trend, float(values.min()))
         self._levels.append(abs(self._middle))
-        least = _SHARE * max(self._levels)
         above = residuals[len(residuals) // 2 :] - trend
-        usual = _median(above)
-        spread = _SCALE * usual * math.sqrt(np.square(np.minimum(above / usual, _FAR)).mean()) if usual else 0.0
-        self._unit, self._deviation = max(spread, least), max(_median(np.abs(residuals - trend)), least)
+        self._deviation = max(_NORMAL * _median(above), _SHARE * max(self._levels))
+
+
+def _farthest(values: NDArray[np.float64], middle: float) -> float:
+    """Return the largest distance of the last 16 values."""
+    recent = values[-_PACE - 4 :]
+    pairs = np.maximum(recent[:-2], recent[1:-1])
+    highest = np.maximum(pairs[:-2], pairs[2:])  # of the four values before
+    return float(np.minimum(recent[4:] - middle, 1.5 * (recent[4:] - highest)).max())
+
+
+def _factor(logarithms: Sequence[float]) -> float:
+    """Return how many times as far as the farthest value in memory a spike is, from those of each 16 values."""
+    if (count := len(logarithms)) < 2:
+        return _FACTORS[0]
+    recent = np.array(logarithms)
+    total = np.square(recent - recent.mean()).sum() + _PRIOR * _SPREAD**2
+    index = math.sqrt(6 * total / (count - 1 + _PRIOR)) / math.pi
+    return float(min(max((_RARE / (_PACE * count)) ** index, _FACTORS[0]), _FACTORS[1]))
 
 
 def _median(values: NDArray[np.float64]) -> float:
     """Return what `numpy.median` returns of finite values, in a tenth of its time."""
     ordered = np.sort(values)
     return float(0.5 * (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]))
-
-
-def _width(distances: NDArray[np.float64], ratio: float) -> float:
-    """Return the factor of the unit, which is `ratio` times that of the distances."""
-    if not (count := len(distances)):
-        return 1.0
-    rank = count - 1 - count // _RARE
-    part = np.partition(distances, (rank, count - 3))
-    heavy = max(part[rank] / (_NORMAL * (1 + 4 / math.sqrt(count))), 0.0) ** 3
-    return float(max(1.0, min(heavy, part[-3:].max() / ratio), min(part[count - 3], 25.0) / 4))
 
 
 def spike_scores(values: Iterable[Any]) -> NDArray[np.float64]:

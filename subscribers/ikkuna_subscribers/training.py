@@ -58,7 +58,7 @@ class LearningRateSubscriber(PlotSubscriber):
 
 
 class SpikeScoreSubscriber(PlotSubscriber):
-    """The spike score of a series: how far each value is above the local trend, in units of the usual distance above it.
+    """The spike score of a series: how far each value is above the local trend, in robust deviations.
 
     Takes ``loss`` or results of other subscribers, one number for each series;
     publishes ``{kind}_spike_score``, without unit, see `ikkuna.numerics.spike_score.SpikeScore`.

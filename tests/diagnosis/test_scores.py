@@ -334,7 +334,7 @@ def test_the_score_of_held_out_data(held_out, score):
 
 @pytest.mark.parametrize(("units", "score"), [(10.0, 1.0), (8.0, 0.8), (25.0, 2.5)])
 def test_the_score_of_a_spike_of_the_loss(units, score):
-    def curve(step):  # its median is 10, the root mean square of 1 and 7 is 5, and the unit is 0.66 times that
-        return 10.0 + 3.3 * units if step == 100 else 10.0 + (-7, -1, 1, 7)[step % 4]
+    def curve(step):  # its median is 10, the median deviation of 1 and 7 is 4, and the unit is 1.4826 times that
+        return 10.0 + 5.9304 * units if step == 100 else 10.0 + (-7, -1, 1, 7)[step % 4]
 
     assert max(value for *_, value in scores("loss_spike", {("loss", None): curve}, 121)) == pytest.approx(score)

@@ -110,8 +110,8 @@ class DivergesRule(Rule):
 class LossSpikeRule(Rule):
     """The loss of a step is suddenly far above the losses before it.
 
-    Threshold: a spike score of 10, that is 10 median deviations above the median of the last 32 losses and their trend, and more if the
-    losses are skewed or have a heavy tail, see `ikkuna.numerics.spike_score`; a rise of less than half a percent of a recent loss is none.
+    Threshold: a spike score of 10, that is 10 robust deviations above the median of the last 32 losses and their trend, and at least four
+    times as far as any of the last losses, see `ikkuna.numerics.spike_score`; a rise of less than half a percent of a recent loss is none.
     A jump that is smaller than the rounding error of the weights times the gradients is none.
     The finding is an info if the movement of the weights can have made less than half of the jump, see `LossChangeBoundSubscriber`.
     If that is unknown, because the step was not measured, it is one while the loss falls, if the first losses differed by more, and if
