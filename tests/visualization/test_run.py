@@ -470,8 +470,8 @@ def test_a_silent_disk_does_not_take_the_time_of_other_backends(tmp_path, gate):
     for step in range(3):
         run.show(LOSS, 1.0, step, ("jsonl", quick))
         run.commit(step)
-    assert not run.close(0.2)
-    assert quick.given >= 0.05
+    assert not run.close(1.0)
+    assert quick.given >= 0.2  # of a half, because a busy machine takes some of it
 
 
 def test_preparing_makes_no_file_and_refuses_what_cannot_work(tmp_path):
