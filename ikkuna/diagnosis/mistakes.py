@@ -121,6 +121,18 @@ MISSING_STEP = Mistake(
     "each step; if only a part of the model was added, set the whole model with set_model()",
     explains=_names("no_learning lr_too_low plateau never_moves not_in_optimizer"),
 )
+NO_BATCH = Mistake(
+    "no_batch",
+    meaning="No batch has reached the model: the program has ended without a forward, although an optimizer has its parameters.",
+    advice="check the number of batches, len(loader): incomplete ones are left out with drop_last=True, and the loop ends early if another "
+    "iterator is at its end",
+)
+STEPS_LEFT_OUT = Mistake(
+    "steps_left_out",
+    meaning="The gradients of {figure:.0f} backward passes were cleared before a step, with the weights as they were: they had no effect.",
+    advice="call optimizer.step() after each backward(), not in a condition; to accumulate gradients, clear them after the step only",
+    explains=_names("no_learning lr_too_low plateau"),
+)
 NOT_IN_OPTIMIZER = Mistake(
     "not_in_optimizer",
     "error",
@@ -384,6 +396,12 @@ WRONG_GRADIENT = Mistake(
     advice="search for detach(), .data, torch.no_grad() or .item() behind this module, unless the gradient is stopped on purpose",
     explains=_names("vanishing_gradient no_learning plateau"),
 )
+REVERSED_GRADIENT = Mistake(
+    "reversed_gradient",
+    meaning="The gradient of the parameters before this module is the negative of the derivative of the loss: a step raises the loss.",
+    advice="check the sign in backward() of a torch.autograd.Function, unless the gradient of this loss is reversed on purpose",
+    explains=_names("diverges no_learning plateau lr_too_high loss_spike"),
+)
 EXPLODING_GRADIENT = Mistake(
     "exploding_gradient",
     "warning",
@@ -521,7 +539,7 @@ SIGMOID_TWICE = Mistake(
 
 UNBOUNDED_LOSS = Mistake(
     "unbounded_loss",
-    meaning="The loss has no lower bound: it falls without end if the outputs alone are changed.",
+    meaning="The loss has no lower bound: it falls without end.",
     advice="check the sign of each term and the range of the labels",
     explains=_names("diverges nonfinite loss_spike"),
 )

@@ -399,8 +399,9 @@ def _writes_files(backend: "str | Backend") -> bool:
 
 _OWN = (
     *("averaged_ranks", "evaluations_in_training_mode", "gradients_at_step", "micro_batches", "undivided_losses"),
+    "random_numbers_repeated",
     *("learning_rate", "optimizer_closure", "step_skipped", "unowned_parameters"),
-    *("optimizer_beta1", "optimizer_beta2", "optimizer_epsilon", "optimizer_weight_decay"),
+    *("optimizer_beta1", "optimizer_beta2", "optimizer_epsilon", "optimizer_initial_rate", "optimizer_weight_decay"),
 )
 
 RuleSelection = str | Rule | Iterable[str | Rule]

@@ -261,6 +261,7 @@ class Session:
         if for_good:
             self.logged.step_ends()
             self.hooks.forward.report_missing_steps()
+            self.hooks.forward.report_no_batch()
             self.hooks.optimizers.untrained.finish()
         self.hooks.modules.remove(everything=True)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ikkuna.diagnosis.mistakes import STEPS_LEFT_OUT
 from ikkuna.distributed.rendezvous import World
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.bus.delivery import Event, Finished, Item
@@ -20,6 +21,7 @@ from ikkuna.observation.hooks.loss import LossHooks
 from ikkuna.observation.hooks.modules import ModuleHooks
 from ikkuna.observation.idle_steps import IdleSteps
 from ikkuna.observation.logged_values import LoggedValues
+from ikkuna.observation.random_numbers import RandomNumbers
 from ikkuna.observation.ranks import Exchange
 from ikkuna.observation.rows.plan import Demand, Plan
 from ikkuna.observation.steps.forwards import (
@@ -35,9 +37,11 @@ from ikkuna.observation.steps.forwards import (
 )
 from ikkuna.observation.steps.step_tracker import State
 from ikkuna.observation.validation import Validation
+from ikkuna.printable import counted
 from ikkuna.store.run_directory import CONTROL_FILE
 from ikkuna.support.failures import log, remember_handlers
 
+_MANY_THROWN_AWAY = 20
 _MOST_EXTRA = 32  # measurements of earlier steps have been delivered
 
 
@@ -264,6 +268,8 @@ class StepCycle:
         self._missing_loss = MissingLossWarning(context, hooks.losses)
         self._idle = IdleSteps(bus, context, hooks, logged, lambda: exchange.is_shared, self.prepare_next)
         self._steps = 0
+        self._has_reported_steps_left_out = False
+        self._random_numbers = RandomNumbers()
 
     @property
     def steps(self) -> int:
@@ -320,6 +326,8 @@ class StepCycle:
         context.model.find_stages()
         context.replicas = self._exchange.replicas
         context.recorder.open(stamp, self._plans.of(stamp))
+        if context.recorder.plan.parameters:
+            self._random_numbers.step_opened()
 
     def _prepare_following(self, stamp: Stamp) -> None:
         """Register the hooks of the step that the next call of a part opens, while the present one waits for other optimizers."""
@@ -341,7 +349,9 @@ class StepCycle:
 
     def _close(self, closed: Closed) -> None:
         bus, context, optimizers = self._bus, self._context, self._hooks.optimizers
-        if not closed.skipped:
+        if closed.skipped:
+            self._note_thrown_away(closed.stamp.global_step)
+        else:
             optimizers.before_close()
             self._steps += 1
         self._hooks.step_ended()
@@ -364,6 +374,21 @@ class StepCycle:
         if plan is not None and plan.needs_losses_alone:
             self._idle.begin(self._plans)
 
+    def _note_thrown_away(self, step: int) -> None:
+        """Note gradients that no optimizer has used; report once that most are so, unless a gradient scaler skips steps."""
+        context, events = self._context, self._context.events
+        if context.loss_scale.is_used:
+            return
+        events.gradients_cleared(step, sum([named.parameter._version for named in context.parameters.all]))
+        if (
+            self.steps
+            and events.thrown_away >= max(_MANY_THROWN_AWAY, self.steps)
+            and not self._has_reported_steps_left_out
+        ):
+            self._has_reported_steps_left_out = True
+            detail = f"Optimizers have made {counted(self.steps, 'step')}."
+            context.found(STEPS_LEFT_OUT.found(events.thrown_away, detail=detail))
+
     def _report(self, closed: Closed) -> dict[str, Any]:
         """Return what ``batch_finished`` says about the step."""
         if self._context.recorder.rows is None:
@@ -377,6 +402,7 @@ class StepCycle:
         }
         if self._context.recorder.plan.parameters:
             facts["gradients_at_step"] = optimizers.gradients
+            facts["random_numbers_repeated"] = self._random_numbers.are_repeated()
         return {
             "learning_rates": optimizers.rates,
             "settings": optimizers.settings,

@@ -423,6 +423,33 @@ def weight_decay_of_ten(case):
     case.optimizer_kind, case.rate, case.decay = "adam", case.draw.choice([1e-3, 2e-3]), 10
 
 
+@fault("rate_squared")
+def schedule_that_returns_the_rate(case):
+    def change(case, step, optimizer):
+        if not step:
+            rate = case.rate
+            case.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: rate * 0.999**number)
+        elif step > 1:
+            case.scheduler.step()
+
+    case.on_step.append(change)
+
+
+@fault("same_random_numbers", families=("mlp", "conv"))
+def seed_in_the_loop(case):
+    case.dropout = 0.3
+    case.on_step.append(lambda case, step, optimizer: torch.manual_seed(case.seed) and None)
+
+
+@fault("repeated_backward")
+def two_backward_passes_for_a_step(case):
+    def backward(loss):
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    case.backward = backward
+
+
 @fault("schedule_past_end")
 def cosine_of_epochs_in_batches(case):
     period, base = 2 * case.draw.choice([8, 10, 20, 25]), case.rate

@@ -10,6 +10,7 @@ NETWORK = Network(
     [
         ModuleEntry("fc0", "Linear", (("weight", (100, 100)), ("bias", (100,)))),
         ModuleEntry("act0", "ReLU"),
+        ModuleEntry("norm0", "BatchNorm1d", (("weight", (100,)),)),
         ModuleEntry("tanh0", "Tanh"),
         ModuleEntry("fc1", "Linear", (("weight", (100, 100)),)),
         ModuleEntry("drop", "Dropout"),
@@ -348,6 +349,34 @@ ROWS = {  # rule → the series of a run with the mistake, and of a healthy run 
     "batch_twice": (
         classification(input_batch_repeats=4.0, input_batch_age=0.0),
         classification(input_batch_repeats=30.0, input_batch_age=10.0),  # all data in each step
+    ),
+    "repeated_backward": (
+        layers("weight_micro_gradients_norm2")
+        | layers("weight_gradients_norm2", fc0=2**0.5, fc1=2**0.5, head=2**0.5)
+        | constant(micro_batches=1.0),
+        layers("weight_micro_gradients_norm2")  # different rows in each micro-batch
+        | layers("weight_gradients_norm2", fc0=2**0.5, fc1=1.3, head=1.2)
+        | constant(micro_batches=2.0),
+    ),
+    "same_random_numbers": (
+        constant(random_numbers_repeated=1.0),
+        constant(random_numbers_repeated=0.0),
+    ),
+    "rate_squared": (
+        {("learning_rate", None): lambda step: 9e-6 * 0.999**step, ("optimizer_initial_rate", None): sampled([3e-3])},
+        {("learning_rate", None): lambda step: 9e-6 * 1.01**step, ("optimizer_initial_rate", None): sampled([3e-3])},
+    ),
+    "frozen_statistics": (
+        layers("weight_requires_grad", fc0=0.0)
+        | {("weight_requires_grad", "norm0"): sampled([0.0])}
+        | constant(evaluation_mode=0.0),
+        layers("weight_requires_grad", fc0=0.0)
+        | {("weight_requires_grad", "norm0"): sampled([0.0])}
+        | constant(evaluation_mode=0.2),
+    ),
+    "unbounded_loss": (
+        {("loss", None): lambda step: 1 - 0.02 * step**2 + 0.1 * NOISE[step]},
+        {("loss", None): lambda step: 1 - 5 * step + 0.1 * NOISE[step]},  # at a constant pace
     ),
     "same_order": (constant(input_batch_age=120.0), constant(input_batch_age=10.0)),
 }

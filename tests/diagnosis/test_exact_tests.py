@@ -347,6 +347,78 @@ def relu_in_place_on_a_residual():
     return nn.Sequential(nn.Linear(20, 64), Block(), nn.Linear(64, 10)), vectors(), nn.CrossEntropyLoss()
 
 
+class Swish(torch.autograd.Function):
+    """A product with the sigmoid; `scale` of the gradient is 1."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x)
+        ctx.scale = scale
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        share = x.sigmoid()
+        return ctx.scale * gradient * (share + x * share * (1 - share)), None
+
+
+class OwnActivation(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        return Swish.apply(x, self.scale)
+
+
+def with_own_activation(scale):
+    model = nn.Sequential(nn.Linear(20, 32), OwnActivation(scale), nn.Linear(32, 10))
+    return model, vectors(), nn.CrossEntropyLoss()
+
+
+@fault("reversed_gradient")
+def backward_with_the_wrong_sign():
+    return with_own_activation(-1.0)
+
+
+@healthy
+def backward_of_the_users_own():
+    return with_own_activation(1.0)
+
+
+@healthy
+def gradient_that_is_scaled_on_purpose():
+    return with_own_activation(0.1)
+
+
+@healthy
+def reversal_in_front_of_one_of_two_losses():
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.classes, self.side = nn.Linear(20, 32), nn.Linear(32, 10), nn.Linear(32, 2)
+
+        def forward(self, x):
+            features = self.body(x).relu()
+            return torch.cat([self.classes(features), self.side(Reversal.apply(features))], 1)
+
+    def loss(outputs, y):
+        return functional.cross_entropy(outputs[:, :10], y) + functional.cross_entropy(outputs[:, 10:], y % 2)
+
+    return TwoHeads(), vectors(), loss
+
+
+class Reversal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
 @fault("no_activation")
 def layers_without_an_activation():
     model = nn.Sequential(nn.Linear(20, 64), nn.Dropout(0.1), nn.Linear(64, 64), nn.Linear(64, 10))

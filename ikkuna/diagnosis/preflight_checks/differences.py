@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ikkuna.diagnosis.mistakes import NO_ACTIVATION, WRONG_GRADIENT
+from ikkuna.diagnosis.mistakes import NO_ACTIVATION, REVERSED_GRADIENT, WRONG_GRADIENT
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.training_setup import ObjectiveModel
 from ikkuna.diagnosis.preflight_checks.trial import Trial, directions
@@ -30,6 +30,7 @@ def wrong_gradient(trial: Trial) -> Iterator[Finding]:
     is compared with finite differences.  Their error is how far those of two steps, and those ahead and back, are apart: the loss has a
     kink where a rectifier is exactly at 0.  If they differ, the modules are compared one by one.
     The comparison needs a model without operations whose gradient is a substitute on purpose, such as rounding.
+    With a `torch.autograd.Function` of the user's, only a gradient that is exactly the negative of the derivative is a mistake.
     """
     if not trial.first_step.has_gradient or trial.loss_value.numel() != 1 or not bool(trial.loss_value.isfinite()):
         raise CannotJudgeError("the loss has no finite gradient")
@@ -37,7 +38,7 @@ def wrong_gradient(trial: Trial) -> Iterator[Finding]:
         raise CannotJudgeError(f"the model has more than {_MOST_PARAMETERS:,} parameters")
     precise = trial.in_double_precision
     parameters = {name: p for name, p in precise.model.named_parameters() if p.requires_grad}
-    gradients = _gradients(precise, parameters)
+    gradients, has_own_derivatives = _gradients(precise, parameters)
     reached = {name for name in parameters if gradients[name] is not None}
     if not _differs(precise, parameters, gradients, reached):
         return
@@ -47,15 +48,27 @@ def wrong_gradient(trial: Trial) -> Iterator[Finding]:
         owners.setdefault(module_of(shown.get(id(parameter), name)), set()).add(name)
     chosen = [*owners][:: -(-len(owners) // _MOST_MODULES)]
     wrong = [owner for owner in chosen if _differs(precise, parameters, gradients, owners[owner] & reached)]
-    if wrong:
-        names = tuple(owner or trial.root for owner in wrong)
-        at_most = (
-            "info" if isinstance(trial.model, ObjectiveModel) else "error"
-        )  # where gradients are stopped on purpose
+    names = tuple(owner or trial.root for owner in wrong)
+    # an objective may stop or reverse gradients on purpose
+    at_most = "info" if isinstance(trial.model, ObjectiveModel) else "error"
+    if has_own_derivatives:
+        negative = {name: None if gradient is None else -gradient for name, gradient in gradients.items()}
+        if not wrong or any(_differs(precise, parameters, negative, owners[owner] & reached) for owner in wrong):
+            raise CannotJudgeError("an operation of the model has a derivative of its own")
+        yield REVERSED_GRADIENT.found(len(wrong), _behind(trial, names[-1]), modules=names, at_most=at_most)
+    elif wrong:
         yield WRONG_GRADIENT.found(len(wrong), names[-1], modules=names, at_most=at_most)
 
 
-def _gradients(precise: Trial, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor | None]:
+def _behind(trial: Trial, name: str) -> str:
+    """Return the module that is called after the last call of another one; the latter if there is none."""
+    called = [call.name for call in trial.first_step.record.calls]
+    last = max((position for position, each in enumerate(called) if each == name), default=len(called))
+    return called[last + 1] if last + 1 < len(called) else name
+
+
+def _gradients(precise: Trial, parameters: dict[str, nn.Parameter]) -> tuple[dict[str, Tensor | None], bool]:
+    """Return the gradients by autograd, and whether an operation of the user's computes one of them."""
     with precise.running(as_training=True, autograd=True), _Substitutes():
         try:
             loss = precise.loss_of_result(run_model(precise.model, precise.batch.copy().inputs))
@@ -63,10 +76,8 @@ def _gradients(precise: Trial, parameters: dict[str, nn.Parameter]) -> dict[str,
             raise CannotJudgeError(f"in double precision the model raises {error_text(error)}"[:200]) from error
         if loss.dtype != torch.float64:
             raise CannotJudgeError("the model does not compute in double precision")
-        if _has_own_derivatives(loss):
-            raise CannotJudgeError("an operation of the model has a derivative of its own")
         found = torch.autograd.grad(loss.reshape(()), [*parameters.values()], allow_unused=True)
-    return dict(zip(parameters, found, strict=True))
+    return dict(zip(parameters, found, strict=True)), _has_own_derivatives(loss)
 
 
 def _has_own_derivatives(loss: Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikkuna.diagnosis.mistakes import MISSING_STEP
+from ikkuna.diagnosis.mistakes import MISSING_STEP, NO_BATCH
 from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.numerics.statistics.native.hook_functions import Function
 from ikkuna.observation.hooks.backward import BackwardHooks
@@ -148,6 +148,13 @@ class ForwardHooks:
             verb = "have" if self._backward.has_accumulated else "has"
             detail = f"{backward} {verb} given gradients to its parameters. {self._found_in_place_of_step()}"
             self.context.found(MISSING_STEP.found(count, detail=detail.strip()))
+
+    def report_no_batch(self) -> None:
+        """Report that the program ends without any forward, if an optimizer has parameters of the model."""
+        context = self.context
+        has_begun = context.tracker.counters.global_step > 0 or context.events.has_forwards
+        if not has_begun and context.parameters.optimizers():
+            context.found(NO_BATCH.found())
 
     def _found_in_place_of_step(self) -> str:
         """Return what is known of gradient scalers and optimizers that live and have not made a step."""

@@ -32,11 +32,13 @@ def add_rates(optimizer: Optimizer, rates: dict[str, Any]) -> None:
         )
 
 
-_SETTINGS = {"eps": "epsilon", "weight_decay": "weight_decay"}
+_SETTINGS = {"eps": "epsilon", "weight_decay": "weight_decay", "initial_lr": "initial_rate"}
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, float]:
-    """Return ``beta1``, ``beta2``, ``epsilon`` and ``weight_decay`` of a parameter group, as far as it has them.
+    """Return ``beta1``, ``beta2``, ``epsilon``, ``weight_decay`` and ``initial_rate`` of a parameter group, as far as it has them.
+
+    A scheduler of ``torch.optim`` stores the initial rate.
 
     ``weight_decay`` is only that which shrinks weights by itself; that of ``torch.optim.Adam`` becomes a part of the gradient.
 

@@ -136,6 +136,10 @@ class LoopEvents:
         Number of passes, also frequent ones and those of one forward, that had a forward in evaluation mode.
     repeated : int
         Number of those of them that had at least 2 forwards.
+    thrown_away : int
+        Number of gradients that were cleared before a step, in a row behind others of the same weights.
+    has_forwards : bool
+        Whether there was an outermost forward.
 
     Examples
     --------
@@ -150,7 +154,10 @@ class LoopEvents:
     (2, 0)
     """
 
-    __slots__ = ("_forwards", "_is_apart", "_last", "_modes", "in_evaluation_mode", "in_training_mode", "repeated")
+    __slots__ = (
+        *("_forwards", "_is_apart", "_last", "_modes", "_thrown", "in_evaluation_mode", "in_training_mode"),
+        *("has_forwards", "repeated", "thrown_away"),
+    )
 
     def __init__(self) -> None:
         self.in_training_mode = self.in_evaluation_mode = self.repeated = 0
@@ -158,6 +165,32 @@ class LoopEvents:
         self._modes: set[bool] = set()
         self._last = 0  # the step of the last forward without gradients
         self._is_apart = False
+        self.thrown_away = 0
+        self.has_forwards = False
+        self._thrown = (-1, 0)
+
+    def gradients_cleared(self, step: int, version: int) -> None:
+        """Handle gradients that were cleared before an optimizer has used them.
+
+        A search for a disturbance, as that of a sharpness-aware step, clears gradients once a step, and moves the weights.
+
+        Parameters
+        ----------
+        step : int
+            The number of the step that would have used them.
+        version : int
+            Changes with each change of the weights in place.
+
+        Examples
+        --------
+        >>> events = LoopEvents()
+        >>> for step, version in ((3, 7), (3, 7), (3, 7), (4, 8), (5, 9), (5, 10)):
+        ...     events.gradients_cleared(step, version)
+        >>> events.thrown_away
+        2
+        """
+        self.thrown_away += self._thrown == (step, version)
+        self._thrown = step, version
 
     def forward(self, step: int, training: bool, gradients: bool) -> None:
         """Handle the beginning of an outermost forward.
@@ -169,6 +202,7 @@ class LoopEvents:
         training, gradients : bool
             Whether the model is in training mode, and whether gradients are enabled.
         """
+        self.has_forwards = True
         if gradients:
             if self._forwards:
                 self._end()

@@ -51,6 +51,8 @@ _OTHERS = {
     "optimizer_beta1": "rules while the model trains",
     "optimizer_beta2": "rules while the model trains",
     "optimizer_closure": "rules while the model trains",
+    "optimizer_initial_rate": "rules while the model trains",
+    "random_numbers_repeated": "rules while the model trains",
     "optimizer_epsilon": "rules while the model trains",
     "optimizer_weight_decay": "rules while the model trains",
     "weight_state_exp_avg_sq_mean": 'OptimizerStateSubscriber("exp_avg_sq", "mean")',

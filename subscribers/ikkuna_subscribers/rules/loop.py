@@ -120,6 +120,60 @@ class AllGradientsZeroRule(Rule):
             yield Score(float(is_found), loss.last, detail=detail, advice=advice)
 
 
+class RepeatedBackwardRule(Rule):
+    r"""The backward passes of a step give the same gradient again and again.
+
+    The norm of the sum of k gradients is at most :math:`\sqrt k` times the root of the sum of their squared norms, and it is so only if
+    they are equal.
+    Threshold: the norm of the gradient at the step over that of what the backward passes gave is the root of the same whole number above 1
+    for every weight, within 1e-4, for 3 samples in a row; with several micro-batches that number is a multiple of theirs.
+    Cannot see: gradients that are clipped; a second backward of another loss or other rows, which gives another gradient.
+    """
+
+    name = "repeated_backward"
+    severity_while_falling = "warning"
+    needs = sources("weight_gradients_norm2", "weight_micro_gradients_norm2", "micro_batches")
+    judged_on = frozenset(("weight_gradients_norm2",))
+    thresholds = ("tolerance",)
+    tolerance: float = 1e-4
+    explains = frozenset(("lr_too_high", "not_zeroed", "loss_scale"))
+    meaning = "Each step adds up {figure:.0f} equal gradients: backward() is called several times for the same rows."
+    advice = "call backward() once for each loss, and give each micro-batch other rows"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield 1 if the gradients of all backward passes are equal."""
+        given = {name: curve.last for name, curve in history.fresh("weight_micro_gradients_norm2")}
+        used = [(name, curve.last) for name, curve in history.fresh("weight_gradients_norm2")]
+        squares = [(norm / given[name]) ** 2 for name, norm in used if given.get(name, 0.0) > 0]
+        parts = history.curve("micro_batches")
+        if len(squares) < 2 or parts is None or not max(squares) < math.inf:
+            return
+        number = round(squares[0])
+        are_equal = all(abs(square / number - 1) < 2 * self.tolerance for square in squares) if number > 1 else False
+        yield Score(float(are_equal and number % max(parts.last, 1.0) == 0), float(number))
+
+
+class SameRandomNumbersRule(Rule):
+    """The random generator of torch has the same state at the beginning of every step, and the step draws numbers from it.
+
+    The seed is set inside the loop, so dropout always removes the same units, and noise is always the same.
+    Threshold: a fact, for 3 samples in a row.
+    Cannot see: a generator of numpy or Python, or one of the user's own; seeds that are set in the forward of the model.
+    """
+
+    name = "same_random_numbers"
+    severity_while_falling = "warning"
+    needs = sources("random_numbers_repeated")
+    explains = frozenset(("repeated_batch", "same_order"))
+    meaning = "Every step draws the same random numbers, as those of dropout: the seed is set inside the loop."
+    advice = "call torch.manual_seed() once, before the loop"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield 1 if the step has repeated the numbers of the sample before."""
+        if (curve := history.now("random_numbers_repeated")) is not None:
+            yield Score(curve.last, curve.last)
+
+
 def _scaled_by(history: History) -> float:
     """Return what ``backward()`` is called on over the loss that was computed, if it is a power of two; otherwise NaN.
 

@@ -3,11 +3,12 @@
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from ikkuna.diagnosis import History, Network, Rule, Score, TimeSeries
 from ikkuna.diagnosis.history import middle
-from ikkuna.diagnosis.mistakes import LOSS_AT_INIT, LOSS_SCALE
+from ikkuna.diagnosis.mistakes import LOSS_AT_INIT, LOSS_SCALE, UNBOUNDED_LOSS
 from ikkuna.numerics.prediction import initial_cross_entropy, initial_logit_deviation
 from ikkuna.numerics.spike_score import LIMIT
 from ikkuna_subscribers.gradients import LossChangeBoundSubscriber
@@ -159,6 +160,35 @@ class LossSpikeRule(Rule):
         if curve is None or history.loss_falls or jump < max(curve.first) - min(curve.first):
             return {"at_most": "info"}
         return {"at_most": "info"} if raised_by_others(history) > jump else {}
+
+
+class UnboundedLossRule(Rule, mistake=UNBOUNDED_LOSS):
+    """The loss falls without end, and faster and faster.
+
+    A loss with a lower bound falls more slowly the nearer it comes to it.
+    Threshold: over the second half of the training, 30 to 400 values, the loss falls in each third by more than in the third before, and
+    has reached 100 times the size and the spread of its first values below 0, at 5 judgements in a row.
+    Cannot see: a loss that falls without end at a constant pace or ever more slowly, as a logarithm does.
+    """
+
+    needs = sources("loss")
+    stride = 10
+    patience = 5
+    thresholds = ("factor",)
+    factor: float = 100.0
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield one score for the network."""
+        curve = history.now("loss")
+        if curve is None or curve.count < 60 or not all(map(math.isfinite, curve.first)):
+            return
+        values = curve.tail(curve.count // 2)
+        size = len(values) // 3
+        levels = [middle(values[i : i + 5]) for i in (0, size, 2 * size, len(values) - 5)]
+        falls = [before - after for before, after in pairwise(levels)]
+        scale = max(abs(middle(curve.first[:5])), max(curve.first[:10]) - min(curve.first[:10]))
+        is_faster = 0 < falls[0] < falls[1] < falls[2] and scale > 0
+        yield Score(-levels[-1] / scale / self.factor if is_faster else 0.0, levels[-1])
 
 
 def _rounding_of_loss(history: History) -> float:

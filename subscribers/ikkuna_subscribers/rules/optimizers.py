@@ -104,6 +104,37 @@ class FrozenInsideRule(Rule):
             yield from (Score(1.0, 0.0, name) for name in inside)
 
 
+class FrozenStatisticsRule(Rule):
+    """A batch normalization is frozen with the layers before it, but in training mode: its running statistics go on to change.
+
+    Threshold: a fact, for 3 samples in a row: its weight and every matrix before it are frozen, others are trained, and no module of the
+    network is in evaluation mode.
+    Cannot see: a network of which some modules are in evaluation mode; whether the statistics are meant to follow the
+    data; the finding is therefore only an info.
+    """
+
+    name = "frozen_statistics"
+    severity_while_falling = "info"
+    severity = "info"
+    needs = sources("weight_requires_grad", "evaluation_mode")
+    judged_on = frozenset(("evaluation_mode",))
+    explains = frozenset(("running_statistics",))
+    meaning = "This batch normalization is frozen, but in training mode: it normalises with each batch, and its running statistics change."
+    advice = "call eval() on the frozen part after each model.train()"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score for each frozen batch normalization."""
+        mode, network = history.now("evaluation_mode"), history.network
+        flags = [(name or "", curve.last > 0) for name, curve in history.curves("weight_requires_grad").items()]
+        if mode is None or not any(is_trained for _, is_trained in flags):
+            return
+        are_frozen = True
+        for name, is_trained in flags:
+            are_frozen = are_frozen and not is_trained
+            if "BatchNorm" in network.class_of(name):
+                yield Score(float(are_frozen and mode.last == 0), mode.last, name)
+
+
 class UntiedWeightsRule(Rule, mistake=UNTIED_WEIGHTS):
     """An output layer and an embedding had one weight, or equal weights, and have two now.
 

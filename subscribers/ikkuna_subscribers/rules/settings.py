@@ -157,6 +157,35 @@ class SchedulePastEndRule(Rule):
                 yield Score(0.0, float(rises), name or None)
 
 
+class RateSquaredRule(Rule):
+    """The largest learning rate of a schedule is the square of the rate that the optimizer was made with.
+
+    The function of a ``LambdaLR`` returns the rate, where a factor is wanted that is multiplied by it.
+    Threshold: the largest rate is the square of the initial one, within 0.1%, for 3 samples in a row after 30 steps without a larger one.
+    Cannot see: a function whose largest value is another rate than that of the optimizer.
+    """
+
+    name = "rate_squared"
+    severity_while_falling = "warning"
+    needs = sources("learning_rate", "optimizer_initial_rate")
+    judged_on = frozenset(("optimizer_initial_rate",))
+    explains = frozenset(("lr_too_low", "lr_vanished", "no_learning", "plateau", "update_ratio", "lost_updates"))
+    meaning = "The learning rate is at most {figure:.3g}, the square of the optimizer's rate: the schedule multiplies the rate by itself."
+    advice = "let the function of LambdaLR return a factor, 1 for the rate of the optimizer"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score for each parameter group."""
+        initial, memory = history.curves("optimizer_initial_rate"), history.memory[self.name]
+        for name, curve in history.curves("learning_rate").items():
+            before, since = memory.get(name, (0.0, history.step))
+            largest = max([before, *curve.values])
+            since = history.step if largest > before else since
+            memory[name] = largest, since
+            if (base := initial.get(name)) is not None and base.last < 1:
+                is_square = base.last > 0 and abs(largest / base.last**2 - 1) < 1e-3
+                yield Score(float(is_square and history.step - since >= 30), largest, name or None)
+
+
 def _rises(values: list[float]) -> int:
     """Return how often values have risen from below a tenth to above nine tenths of their largest value.
 

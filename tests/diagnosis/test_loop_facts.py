@@ -1,0 +1,210 @@
+"""Facts of the training loop: steps that are left out, gradients and random numbers that repeat, rates, frozen statistics, no batch."""
+
+import pytest
+import torch
+from torch import nn
+
+import ikkuna
+
+INPUTS = torch.randn(512, 8, generator=torch.Generator().manual_seed(0))
+LABELS = (INPUTS[:, 0] > 0).long()
+LOSS = nn.CrossEntropyLoss()
+NEW = {
+    *("steps_left_out", "no_batch", "repeated_backward", "same_random_numbers", "rate_squared", "frozen_statistics"),
+    "unbounded_loss",
+}
+
+
+def network():
+    return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 2))
+
+
+def batches(steps):
+    order = torch.Generator().manual_seed(1)
+    for number in range(steps):
+        rows = torch.randint(0, 512, (16,), generator=order)
+        yield number, INPUTS[rows], LABELS[rows]
+
+
+def findings(loop, steps=80):
+    """Return severity by rule of the new findings in a training by `loop`."""
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with ikkuna.watch(model, LOSS, backend="null", verbosity=0, preflight=False) as watched:
+        loop(model, optimizer, steps)
+    return {finding.rule: finding.severity for finding in watched.findings if finding.rule in NEW}
+
+
+def step(model, optimizer, x, y):
+    optimizer.zero_grad()
+    LOSS(model(x), y).backward()
+    optimizer.step()
+
+
+def plain(model, optimizer, steps):
+    for _, x, y in batches(steps):
+        step(model, optimizer, x, y)
+
+
+def every_twentieth_step(model, optimizer, steps):
+    for number, x, y in batches(steps):
+        optimizer.zero_grad()
+        LOSS(model(x), y).backward()
+        if number % 20 == 19:
+            optimizer.step()
+
+
+def step_of_the_least_loss(model, optimizer, steps):
+    least = 9.0
+    for _, x, y in batches(steps):
+        optimizer.zero_grad()
+        loss = LOSS(model(x), y)
+        loss.backward()
+        if loss.item() < least:
+            least = loss.item()
+            optimizer.step()
+
+
+def accumulation(model, optimizer, steps):
+    for number, x, y in batches(2 * steps):
+        (LOSS(model(x), y) / 2).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def sharpness_aware(model, optimizer, steps):
+    parameters = list(model.parameters())
+    for _, x, y in batches(steps):
+        optimizer.zero_grad()
+        LOSS(model(x), y).backward()
+        with torch.no_grad():
+            moves = [0.05 * parameter.grad for parameter in parameters]
+            torch._foreach_add_(parameters, moves)
+        optimizer.zero_grad()
+        LOSS(model(x), y).backward()
+        with torch.no_grad():
+            torch._foreach_sub_(parameters, moves)
+        optimizer.step()
+
+
+def one_step_left_out_now_and_then(model, optimizer, steps):
+    for number, x, y in batches(steps):
+        optimizer.zero_grad()
+        LOSS(model(x), y).backward()
+        if number % 10:
+            optimizer.step()
+
+
+def two_backward_passes(model, optimizer, steps):
+    for _, x, y in batches(steps):
+        optimizer.zero_grad()
+        loss = LOSS(model(x), y)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+
+
+def one_micro_batch_twice(model, optimizer, steps):
+    model[3].p = 0.0
+    for _, x, y in batches(steps):
+        optimizer.zero_grad()
+        for _ in range(2):
+            (LOSS(model(x), y) / 2).backward()
+        optimizer.step()
+
+
+def two_losses(model, optimizer, steps):
+    for _, x, y in batches(steps):
+        optimizer.zero_grad()
+        outputs = model(x)
+        LOSS(outputs, y).backward(retain_graph=True)
+        outputs.square().mean().backward()
+        optimizer.step()
+
+
+def seed_in_the_loop(model, optimizer, steps):
+    for _, x, y in batches(steps):
+        torch.manual_seed(3)
+        step(model, optimizer, x, y)
+
+
+def seed_without_a_draw(model, optimizer, steps):
+    model[3].p = 0.0
+    seed_in_the_loop(model, optimizer, steps)
+
+
+def scheduled(function):
+    def loop(model, optimizer, steps):
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, function)
+        for _, x, y in batches(steps):
+            step(model, optimizer, x, y)
+            scheduler.step()
+
+    return loop
+
+
+def frozen(part, mode):
+    def loop(model, optimizer, steps):
+        model[:part].requires_grad_(False)
+        model[:part].train(mode)
+        plain(model, optimizer, steps)
+
+    return loop
+
+
+def outputs_without_a_bound(model, optimizer, steps):
+    model[1] = nn.Identity()
+    for _, x, _ in batches(4 * steps):
+        optimizer.zero_grad()
+        model(x)[:, 0].mean().backward()
+        optimizer.step()
+
+
+def likelihood_that_ends(model, optimizer, steps):
+    """A loss of 0 that falls to -300 and ends there."""
+    for _, x, _ in batches(4 * steps):
+        optimizer.zero_grad()
+        outputs = model(x)[:, 0]
+        (-300 * (1 - (1 - outputs).square().mean()).tanh()).backward()
+        optimizer.step()
+
+
+LOOPS = {
+    "every twentieth step": (every_twentieth_step, {"steps_left_out": "warning"}),
+    "only the least loss": (step_of_the_least_loss, {"steps_left_out": "warning"}),
+    "accumulation": (accumulation, {}),
+    "sharpness-aware": (sharpness_aware, {}),
+    "now and then": (one_step_left_out_now_and_then, {}),
+    "two backward passes": (two_backward_passes, {"repeated_backward": "warning"}),
+    "one micro-batch twice": (one_micro_batch_twice, {"repeated_backward": "warning"}),
+    "two losses": (two_losses, {}),
+    "seed in the loop": (seed_in_the_loop, {"same_random_numbers": "warning"}),
+    "seed without a draw": (seed_without_a_draw, {}),
+    "plain": (plain, {}),
+    "rate in place of a factor": (scheduled(lambda epoch: 0.1 * 0.99**epoch), {"rate_squared": "warning"}),
+    "rate with a warm-up": (scheduled(lambda epoch: min(epoch, 10) / 100), {"rate_squared": "warning"}),
+    "factor": (scheduled(lambda epoch: 0.99**epoch), {}),
+    "warm-up from the rate": (scheduled(lambda epoch: 0.1 + 0.001 * epoch), {}),
+    "frozen in training mode": (frozen(2, True), {"frozen_statistics": "info"}),
+    "frozen in evaluation mode": (frozen(2, False), {}),
+    "nothing frozen": (frozen(0, True), {}),
+    "only the first layer frozen": (frozen(1, True), {}),
+    "no batch": (lambda model, optimizer, steps: None, {"no_batch": "warning"}),
+    "evaluation alone": (lambda model, optimizer, steps: model.eval()(INPUTS), {}),
+    "without a bound": (outputs_without_a_bound, {"unbounded_loss": "warning"}),
+    "likelihood": (likelihood_that_ends, {}),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_fact_of_the_loop_is_found_where_it_is(name):
+    loop, expected = LOOPS[name]
+    assert findings(loop) == expected
+
+
+def test_a_model_without_an_optimizer_needs_no_batch():
+    with ikkuna.watch(network(), backend="null", verbosity=0) as watched:
+        pass
+    assert not list(watched.findings)
