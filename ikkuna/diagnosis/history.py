@@ -292,13 +292,11 @@ class History:
         return curve if curve is not None and curve.step == self.step else None
 
     @property
-    def loss_falls(self) -> bool | None:
-        """Whether the loss falls, or has fallen and stays low; ``None`` while fewer than ten values are known.
+    def loss_has_fallen(self) -> bool | None:
+        """Whether the loss falls, or has fallen and stays low, by its values; ``None`` while fewer than ten are known.
 
         The median of the last five values is compared with that of the first five: it is lower by more than 2% and than the median
         absolute deviation of the first five, and higher than that of the five values before by less than half of the fall.
-        Where the values are too noisy for this, because each is that of another batch, the loss falls if the movement of the weights
-        has lowered it by more than 2%, see ``loss_change_bound``, and it has not risen by more than the first five values differ.
         """
         curve = self.curve("loss")
         if curve is None:
@@ -310,11 +308,21 @@ class History:
         first, recent, before = middle(curve.first[:5]), curve.median(5), curve.median(5, skip=5)
         noise = middle([abs(value - first) for value in curve.first[:5]])
         fall = first - recent
-        if fall > max(0.02 * abs(first), noise):
-            return recent - before < 0.5 * fall
-        bounds = self.curve("loss_change_bound")
-        lowered = 0.0 if bounds is None else -sum(bounds.values)
-        return lowered > 0.02 * abs(first) and -fall <= max(curve.first[:5]) - min(curve.first[:5])
+        return fall > max(0.02 * abs(first), noise) and recent - before < 0.5 * fall
+
+    @property
+    def loss_falls(self) -> bool | None:
+        """Whether the loss falls: by its values, or by what the steps do to it, where the values of different batches hide that.
+
+        The movement of the weights has lowered the loss by more than 2% of its first level, see ``loss_change_bound``, and the median of
+        the last five values is not above that of the first five by more than these differ.
+        """
+        has_fallen, curve, bounds = self.loss_has_fallen, self.curve("loss"), self.curve("loss_change_bound")
+        if has_fallen is not False or curve is None or bounds is None or not math.isfinite(curve.last):
+            return has_fallen
+        first, values = middle(curve.first[:5]), curve.first[:5]
+        is_lowered = -sum(bounds.values) > 0.02 * abs(first)
+        return is_lowered and curve.median(5) - first <= max(values) - min(values)
 
     def matrices(self, kind: str) -> list[tuple[str, TimeSeries]]:
         """Return the fresh series of weights with two or more axes."""

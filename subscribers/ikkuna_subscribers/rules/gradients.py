@@ -18,6 +18,7 @@ class ExplodingGradientRule(Rule, mistake=EXPLODING_GRADIENT):
     Cannot see: a gradient that explodes later (that is the rule gradient_spike).
     """
 
+    version = 2
     needs = sources("weight_gradients_norm2")
     uses = sources("output_classes")
     judged_on = frozenset(needs)

@@ -36,7 +36,7 @@ class DivergesRule(Rule):
     """
 
     name = "diverges"
-    version = 2
+    version = 3
     severity_while_falling = "warning"
     needs = sources("loss")
     uses = sources("output_classes", "loss_change_bound")
@@ -121,7 +121,7 @@ class LossSpikeRule(Rule):
     """
 
     name = "loss_spike"
-    version = 3
+    version = 4
     severity_while_falling = "warning"
     needs = sources("loss")
     uses = sources("weight_gradients_norm2", "weights_norm2", "loss_change_bound")
@@ -157,7 +157,7 @@ class LossSpikeRule(Rule):
         curve, bounds = history.curve("loss"), history.curve("loss_change_bound")
         if bounds is not None and bounds.step == step:
             return _JUMP_OF_BATCH if bounds.last < 0.5 * jump else {}
-        if curve is None or history.loss_falls or jump < max(curve.first) - min(curve.first):
+        if curve is None or history.loss_has_fallen or jump < max(curve.first) - min(curve.first):
             return {"at_most": "info"}
         return {"at_most": "info"} if raised_by_others(history) > jump else {}
 
@@ -188,7 +188,12 @@ class UnboundedLossRule(Rule, mistake=UNBOUNDED_LOSS):
         falls = [before - after for before, after in pairwise(levels)]
         scale = max(abs(middle(curve.first[:5])), max(curve.first[:10]) - min(curve.first[:10]))
         is_faster = 0 < falls[0] < falls[1] < falls[2] and scale > 0
-        yield Score(-levels[-1] / scale / self.factor if is_faster else 0.0, levels[-1])
+        yield Score(-levels[-1] / scale / self.factor if is_faster else 0.0, levels[-1], advice=_BOUND)
+
+
+_BOUND = (
+    "check the sign of each term; bound the slope of a critic by a penalty on its gradient, or by clipping its weights"
+)
 
 
 def _rounding_of_loss(history: History) -> float:
@@ -315,6 +320,7 @@ class NoLearningRule(Rule):
     """
 
     name = "no_learning"
+    version = 2
     severity_while_falling = "warning"
     needs = sources(
         "output_cross_entropy", "output_classes", "label_entropy", "label_count", "weight_updates_weights_ratio"
