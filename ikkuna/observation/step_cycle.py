@@ -350,7 +350,7 @@ class StepCycle:
     def _close(self, closed: Closed) -> None:
         bus, context, optimizers = self._bus, self._context, self._hooks.optimizers
         if closed.skipped:
-            self._note_thrown_away(closed.stamp.global_step)
+            self._count_thrown_away(closed.stamp.global_step)
         else:
             optimizers.before_close()
             self._steps += 1
@@ -374,8 +374,8 @@ class StepCycle:
         if plan is not None and plan.needs_losses_alone:
             self._idle.begin(self._plans)
 
-    def _note_thrown_away(self, step: int) -> None:
-        """Note gradients that no optimizer has used; report once that most are so, unless a gradient scaler skips steps."""
+    def _count_thrown_away(self, step: int) -> None:
+        """Count gradients that no optimizer has used; report once that most are so, unless a gradient scaler skips steps."""
         context, events = self._context, self._context.events
         if context.loss_scale.is_used:
             return

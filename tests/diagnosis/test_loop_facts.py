@@ -1,4 +1,4 @@
-"""Facts of the training loop: steps that are left out, gradients and random numbers that repeat, rates, frozen statistics, no batch."""
+"""Facts of the training loop: steps left out, repeated gradients and random numbers, rates, frozen statistics, no batch."""
 
 import pytest
 import torch

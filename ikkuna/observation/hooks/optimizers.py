@@ -36,7 +36,7 @@ _SETTINGS = {"eps": "epsilon", "weight_decay": "weight_decay", "initial_lr": "in
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, float]:
-    """Return ``beta1``, ``beta2``, ``epsilon``, ``weight_decay`` and ``initial_rate`` of a parameter group, as far as it has them.
+    """Return the betas, ``epsilon``, ``weight_decay`` and ``initial_rate`` of a parameter group, as far as it has them.
 
     A scheduler of ``torch.optim`` stores the initial rate.
 
