@@ -4,7 +4,7 @@ Each case is made from its number, so that a table can be continued after an int
 
     python benchmarks/spikes.py rows --cases 1000 --file benchmarks/spikes.jsonl
     python benchmarks/spikes.py rows --missed --file benchmarks/spikes.jsonl  # again those that were not noticed
-    python benchmarks/spikes.py scores --cases 1000 --file benchmarks/spikes.jsonl  # without a recorder, after 66 steps
+    python benchmarks/spikes.py scores --cases 1000 --file benchmarks/spikes.jsonl  # without a recorder
     python benchmarks/spikes.py causes --cases 400 --file benchmarks/spikes.jsonl
     python benchmarks/spikes.py table --file benchmarks/spikes.jsonl
 """
@@ -33,8 +33,7 @@ POISONS = ("scaled", "nan", "label", "shuffled", "outlier")
 CAUSES = ("row", "state", "rate", "device", "software")
 SIZES = (8, 16, 32, 64, 128, 256, 1024, 4096)
 FEATURES, LENGTH, CLASSES = 12, 6, 4
-WARM, HEALTHY = 150, 42  # steps without and with the recorder before the spike
-SCORED = 66  # steps before a spike of which only the score is computed
+WARM, HEALTHY = 150, 66  # steps without and with the recorder before the spike
 
 
 class Recurrent(nn.Module):
@@ -214,7 +213,7 @@ def row_case(number):
 
 
 def score_case(number):
-    """Plant the row of `row_case` after more steps, without a recorder, and return the score of its loss."""
+    """Plant the row of `row_case` without a recorder, and return the score of its loss."""
     random = np.random.default_rng(number)
     kind, name = POISONS[number % 5], list(MODELS)[number // 5 % 4]
     size = SIZES[number // 20 % len(SIZES)]
@@ -224,9 +223,9 @@ def score_case(number):
     model.load_state_dict(copy.deepcopy(state))
     optimizer.load_state_dict(copy.deepcopy(of_optimizer))
     losses = []
-    for step in range(SCORED + 1):
-        x, y = batch(size, 1_000 * number + (999 if step == SCORED else step))
-        if step == SCORED:
+    for step in range(HEALTHY + 1):
+        x, y = batch(size, 1_000 * number + (999 if step == HEALTHY else step))
+        if step == HEALTHY:
             x, y = poisoned(x, y, kind, int(random.integers(size)), random)
         optimizer.zero_grad()
         value = loss(model(x), y)
@@ -341,7 +340,7 @@ def table(results):
     spikes = [each for each in scored if each["deviations"] > 10]
     missed = [each for each in spikes if each["score"] <= LIMIT]
     print(
-        f"scores after {SCORED} steps: {len(scored)} cases, {len(spikes)} of them beyond 10 deviations, {len(missed)} missed"
+        f"scores after {HEALTHY} steps: {len(scored)} cases, {len(spikes)} of them beyond 10 deviations, {len(missed)} missed"
     )
     for each in missed:
         print(
