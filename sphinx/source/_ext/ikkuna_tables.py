@@ -406,6 +406,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "later-missed": partial(missed, "later_results.json", "later_judgements.json"),
     "third": partial(verdicts_of, "third_results.json", "third_judgements.json"),
     "third-missed": partial(missed, "third_results.json", "third_judgements.json"),
+    "fourth": partial(verdicts_of, "fourth_results.json", "fourth_judgements.json"),
+    "fourth-missed": partial(missed, "fourth_results.json", "fourth_judgements.json"),
     "peers": peers,
     "configurations": configurations,
     "configurations-accused": configurations_accused,

@@ -8,7 +8,7 @@ from tests.diagnosis.unseen.configurations import configurations
 from tests.diagnosis.unseen.judge import COLUMNS, accused, fits, load
 from tests.diagnosis.unseen.recipes import Draw
 
-SETS = {name: cases(name) for name in ("later", "third")}
+SETS = {name: cases(name) for name in ("later", "third", "fourth")}
 LATER = {name: case for programs in SETS.values() for name, case in programs.items()}
 FAULTS = {name: case for name, case in LATER.items() if not case.healthy}
 
