@@ -783,6 +783,13 @@ def outputs_at_the_limit_of_their_last_activation():
     return model, vectors(), lambda output, y: functional.cross_entropy(output + 0.0, y.clamp_max(4))
 
 
+@healthy
+def as_many_classes_as_places_and_the_classes_last():
+    model = nn.Sequential(nn.Embedding(7, 16), nn.Linear(16, 7))
+    tokens = torch.randint(7, (16, 8))
+    return model, (tokens[:, :-1], tokens[:, 1:]), lambda output, y: functional.cross_entropy(output.mT, y)
+
+
 @pytest.mark.parametrize("size", [1e3, 1e6, 1e9])
 @pytest.mark.parametrize("ignored", [-100, 9])
 def test_large_first_outputs_are_not_taken_for_another_optimum(size, ignored):

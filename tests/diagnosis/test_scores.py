@@ -5,6 +5,8 @@ import math
 import pytest
 
 from ikkuna.diagnosis import Judge
+from ikkuna.diagnosis.history import Network
+from ikkuna.store.values import ModuleEntry
 from tests.diagnosis.rows import LAYERS, NETWORK, ROWS, classification, layers, sampled
 from tests.diagnosis.test_rules import findings, rule_named
 
@@ -338,3 +340,26 @@ def test_the_score_of_a_spike_of_the_loss(units, score):
         return 10.0 + 5.9304 * units if step == 100 else 10.0 + (-7, -1, 1, 7)[step % 4]
 
     assert max(value for *_, value in scores("loss_spike", {("loss", None): curve}, 121)) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("classes", "frozen", "score"),
+    [
+        (("Linear", "BatchNorm2d"), (), 1.0),
+        (("Linear", "BatchNorm2d"), ("1",), 0.0),
+        (("Linear", "BatchNorm2d"), ("0",), 1.0),
+        (("BatchNorm2d", "BatchNorm2d"), ("0",), 1.0),
+        (("Dropout", "BatchNorm2d"), ("1",), 1.0),
+        (("Linear", "LayerNorm"), (), 0.0),
+    ],
+)
+def test_a_frozen_batch_norm_in_evaluation_mode_is_right(classes, frozen, score):
+    """Its running statistics belong to its weights, which do not change."""
+    judge = Judge(
+        [rule := rule_named("evaluation_mode")], Network(ModuleEntry(str(i), c) for i, c in enumerate(classes))
+    )
+    for i in range(len(classes)):
+        judge.add("weight_requires_grad", str(i), 0, float(str(i) not in frozen))
+    judge.add("evaluation_mode", None, 0, 1.0)
+    judge.finish_step(0)
+    assert [found.value for found in rule.scores(judge.history)] == [score]

@@ -210,6 +210,9 @@ def _wrong_optimum(loss: _FreeLoss, end: list[Tensor], limit: float | None) -> I
         ):
             return
         wrong = _share_of_wrong(task, loss.trial.batch.size or 1)
+        if best.ndim == 3 and best.shape[1] == best.shape[2]:  # either axis may be that of the classes
+            other = arranged_scores(best.transpose(1, 2), labels)
+            wrong = wrong if other is None else min(wrong, _share_of_wrong(other, loss.trial.batch.size or 1))
         if wrong > 0.5:
             detail = f"The largest score is not that of the label in {wrong:.0%} of the predictions."
             yield mistakes.WRONG_OPTIMUM.found(wrong, detail=detail)

@@ -211,7 +211,7 @@ class RunningStatisticsRule(Rule):
 
 
 class EvaluationModeRule(Rule, mistake=EVALUATION_MODE):
-    """Every module is in evaluation mode in training steps, and the network has dropout or batch norm.
+    """Every module is in evaluation mode in training steps, and the network has dropout, or a batch norm that is not frozen.
 
     Threshold: a fact, without a number, for 3 samples in a row.
     Cannot see: a single layer in the wrong mode, because frozen batch norms are usual in fine-tuning.
@@ -229,8 +229,11 @@ class EvaluationModeRule(Rule, mistake=EVALUATION_MODE):
         curve = history.now("evaluation_mode")
         if curve is None:
             return
-        classes = [entry.class_name for entry in history.network.modules]
-        depends = any("BatchNorm" in name or "Dropout" in name for name in classes)
+        frozen = {name for name, flag in history.curves("weight_requires_grad").items() if flag.last == 0}
+        depends = any(
+            "Dropout" in entry.class_name or ("BatchNorm" in entry.class_name and entry.name not in frozen)
+            for entry in history.network.modules
+        )
         yield Score(float(curve.last >= 1 and depends), curve.last)
 
 
