@@ -349,6 +349,19 @@ def contrast_of_codes_across_samples():
 
 
 @right
+def first_of_many_candidates():
+    """The right candidate is always the first, as in a contrast with a memory."""
+
+    def objective(model):
+        x, memory = rows(), F.normalize(torch.randn(32, 4), dim=1)
+        one, two = F.normalize(model(x), dim=1), F.normalize(model(x + 0.1), dim=1).detach()
+        scores = torch.cat([(one * two).sum(1, keepdim=True), one @ memory.T], 1)
+        return F.cross_entropy(scores / 0.1, torch.zeros(ROWS, dtype=torch.long)) + 0 * one.sum()
+
+    return net(), objective
+
+
+@right
 def correlations_of_features():
     def objective(model):
         one, two = (F.normalize(model(rows()), dim=0) for _ in range(2))

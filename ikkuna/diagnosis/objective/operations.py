@@ -36,7 +36,7 @@ def constant_results(nodes: Sequence[Any]) -> Iterator[tuple[Any, Finding]]:
 
 def _over_one(node: Any) -> str:
     name, shape = operation(node), shape_behind(node)
-    if name in ("Softmax", "SafeSoftmax", "LogSoftmax") and shape:
+    if name in ("Softmax", "SafeSoftmax") and shape:
         axis = saved_by(node, "dim")
         if axis is not None and shape[axis] == 1:
             return f"A softmax over axis {axis % len(shape)} of the shape {shape} has one element, and is always 1."

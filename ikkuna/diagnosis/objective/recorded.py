@@ -24,7 +24,10 @@ from ikkuna.support.undisturbed import gradients, switched
 _MOST_PASSES = 6
 _MANY_LABELS = 128
 _OF_CLASSES = ("NllLoss", "NllLoss2D")
-_CLASSIFYING = ("binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "nll_loss")
+_BINARY = (
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)  # candidates of a contrast may have one label on purpose
 _OF_DATA = ("Addmm", "Convolution", "Embedding", "NativeBatchNorm", "NativeLayerNorm", "MkldnnRnnLayer")
 
 
@@ -118,7 +121,7 @@ class RecordedObjective:
             self._found += sums.mixed_reduction(added, _is_of_data)
             self._found += () if is_known else sums.outer_difference(added, self._samples)
             if is_alone:
-                self._found += sums.unbounded(added)
+                self._found += sums.unbounded(added, self._samples)
                 self._found += operations.trivial_optimum(added, outputs)
                 self._found += sums.entropy_punished(added)
         self._found += similarities.findings(graph.nodes)
@@ -129,7 +132,7 @@ class RecordedObjective:
         """Judge the arguments of losses of torch, and when all passes were read whether every label was the same."""
         if not is_known:
             self._found += findings_of(calls)
-        labels = [call.arguments["target"] for call in calls if call.name in _CLASSIFYING]
+        labels = [call.arguments["target"] for call in calls if call.name in _BINARY]
         for target in labels if is_alone else ():
             self._labels.update(target.unique().tolist())
             self._count_of_labels += target.numel()

@@ -92,12 +92,13 @@ def _name(node: Any) -> str:
     return operation(node).rpartition("::")[2]
 
 
-def unbounded(terms: list[Term]) -> Iterator[Finding]:
+def unbounded(terms: list[Term], samples: int | None) -> Iterator[Finding]:
     """Find a term with a negative factor that grows faster than all others, in an argument that can be any number.
 
     Factors that differ between elements, and those of a single sample, are not judged: rewards are such factors.
     """
-    negative = [each for each in terms if each.low == each.high < 0 and each.reduction and _name(each.node) in _CONVEX]
+    convex = (each for each in terms if each.low == each.high < 0 and _name(each.node) in _CONVEX)
+    negative = [each for each in convex if each.reduction or _is_of_samples(each.node, samples)]
     others = [each for each in terms if not (each.low < 0 and each.high < 0) and each.high != 0]
     bound = max(map(_growth, others), default=0.0)
     for each in negative:
@@ -107,6 +108,11 @@ def unbounded(terms: list[Term]) -> Iterator[Finding]:
             detail = f"It contains {name[_name(each.node)]} with a negative factor ({each.high:.3g}), and nothing in it grows as fast."
             yield UNBOUNDED_LOSS.found(each.high, detail=detail)
             return
+
+
+def _is_of_samples(node: Any, samples: int | None) -> bool:
+    shape = shape_behind(node)
+    return bool(shape) and samples is not None and samples > 1 and shape[0] == samples  # type: ignore[index]
 
 
 def _is_free(node: Any) -> bool:

@@ -400,7 +400,7 @@ def _raises_on_host(setup: TrainingSetup, result: Any, labels: Any) -> bool:
 
 def _add_gradients(setup: TrainingSetup, step: FirstStep, loss: Tensor) -> None:
     step.has_gradient = loss.requires_grad
-    if loss.numel() != 1 or not loss.requires_grad:
+    if loss.numel() != 1 or not loss.requires_grad or not setup.trainable:
         return
     names, parameters = list(setup.trainable), list(setup.trainable.values())
     try:
