@@ -393,7 +393,13 @@ def loss_of_each_sample():
     return classifier(loss=nn.CrossEntropyLoss(reduction="none"))
 
 
-@mistake(("loss_at_init", "warning", None))
+@mistake(("no_activation", "warning", "1"))
+def activation_with_a_slope_of_one():
+    model = nn.Sequential(nn.Linear(20, 64), nn.LeakyReLU(True), nn.Linear(64, 10))
+    return model, vectors(), nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 0.1)
+
+
+@mistake(("loss_at_init", "warning", "4"))
 def large_weights_in_the_last_layer():
     model, *rest = classifier()
     with torch.no_grad():

@@ -160,6 +160,7 @@ def no_activation(trial: Trial) -> Iterator[Finding]:
 
     The second difference of the output along a line of inputs is rounding only; layers with few units in between are factors on purpose.
     The weights of a copy are moved before: a branch whose last weights begin at 0 is linear only at its start.
+    An activation of torch that was called is linear by its arguments, and is named.
     """
     x, calls = trial.batch.tensors[0], trial.first_step.record.calls
     if not x.is_floating_point() or not x.numel() or trial.evaluation.draws:
@@ -186,7 +187,9 @@ def no_activation(trial: Trial) -> Iterator[Finding]:
     rounding = _EPSILONS * torch.finfo(here.dtype).eps * float(max(t.abs().max() for t in (ahead, here, back)))
     first, second = float((ahead - back).abs().max()), float((ahead + back - 2 * here).abs().max())
     if first > 1000 * rounding and second <= rounding:
-        yield NO_ACTIVATION.found(second / first)
+        linear = next((call for call in calls if type(call.module).__module__ == nn.ReLU.__module__), None)
+        detail = "" if linear is None else f"{linear.name} is linear too."
+        yield NO_ACTIVATION.found(second / first, module=None if linear is None else linear.name, detail=detail)
 
 
 def _moved(trial: Trial) -> Trial:

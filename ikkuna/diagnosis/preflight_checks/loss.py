@@ -25,6 +25,7 @@ from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, Classifi
 from ikkuna.diagnosis.preflight_checks.trial import Trial, loss_with
 from ikkuna.numerics.prediction import initial_cross_entropy, initial_logit_deviation
 from ikkuna.store.finding import Finding
+from ikkuna.support.modules import module_of
 from ikkuna.support.torch_internals import pytree
 
 
@@ -69,8 +70,12 @@ def loss_at_init(trial: Trial) -> Iterator[Finding]:
         else:
             reason = "the model is certain and wrong"
         detail = f"It is {entropy:.3g}, and that of a guess {guess:.3g}: {reason}."
+        is_named = last is not None and (is_large or entropy <= explained)
         yield LOSS_AT_INIT.found(
-            entropy / guess, detail=detail, at_most="info" if is_scaled and not is_large else "warning"
+            entropy / guess,
+            detail=detail,
+            module=next(module_of(n) for n, p in trial.model.named_parameters() if p is last) if is_named else None,
+            at_most="info" if is_scaled and not is_large else "warning",
         )
 
 
