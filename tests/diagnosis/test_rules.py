@@ -184,6 +184,14 @@ def test_a_branch_with_a_small_scale_is_not_the_last_layer(classes, is_found):
     assert bool(first_findings("exploding_gradient", network, series)) == is_found
 
 
+@pytest.mark.parametrize(("variance", "severity"), [(0.0, "warning"), (60.0, "info")])
+def test_a_falling_loss_does_not_excuse_batches_of_one_class_each(variance, severity):
+    """They are fitted one after another; where most of the variance is within the batches, the loss is one of all classes."""
+    series = classification(label_mean=sampled([0.0] * 12 + [9.0] * 12), label_variance=variance)
+    (finding,) = findings(rule_named("not_shuffled"), series, 400)
+    assert finding.severity == severity
+
+
 COMPETING = {("loss_change_bound", None): sampled([-2.0])}
 
 

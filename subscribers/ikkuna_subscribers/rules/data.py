@@ -114,6 +114,8 @@ class NotShuffledRule(Rule):
     Threshold: 5, and a twentieth of the variance of all labels between batches, for 5 samples in a row, over up to 40 samples;
     the largest figure of 140 healthy runs of classifiers was 2.6.  Of language models it was 10, because neighbouring tokens
     belong to one text, with a fiftieth of the variance between batches.
+    The finding is an info while the loss falls, unless most of the variance lies between batches: batches of one class each are
+    fitted one after another, so that their falling loss says nothing.
     Cannot see: data that is sorted by something else than the label; losses without class labels.
     """
 
@@ -139,7 +141,10 @@ class NotShuffledRule(Rule):
         between = sum((value - center) ** 2 for value in means) / (len(means) - 1)
         within = max(within, 0.02)
         figure = between * (sum(counts) / len(counts)) / within
-        yield Score(min(figure / self.factor, between / (between + within) / self.share), figure)
+        share = between / (between + within)
+        yield Score(
+            min(figure / self.factor, share / self.share), figure, at_most="warning" if share > 0.5 else "error"
+        )
 
 
 class OneLabelRule(Rule, mistake=ONE_LABEL):
