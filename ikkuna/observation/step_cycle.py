@@ -21,7 +21,6 @@ from ikkuna.observation.hooks.loss import LossHooks
 from ikkuna.observation.hooks.modules import ModuleHooks
 from ikkuna.observation.idle_steps import IdleSteps
 from ikkuna.observation.logged_values import LoggedValues
-from ikkuna.observation.random_numbers import RandomNumbers
 from ikkuna.observation.ranks import Exchange
 from ikkuna.observation.rows.plan import Demand, Plan
 from ikkuna.observation.steps.forwards import (
@@ -40,6 +39,7 @@ from ikkuna.observation.validation import Validation
 from ikkuna.printable import counted
 from ikkuna.store.run_directory import CONTROL_FILE
 from ikkuna.support.failures import log, remember_handlers
+from ikkuna.support.random_states import RandomNumbers
 
 _MANY_THROWN_AWAY = 20
 _MOST_EXTRA = 32  # measurements of earlier steps have been delivered

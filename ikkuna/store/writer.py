@@ -48,7 +48,8 @@ class BlockQueue:
         self._capacity = capacity
         self._describe = describe
         self._blocks: deque[QueuedBlock] = deque()
-        self._size = 0
+        self.nbytes = 0
+        """Number of bytes that wait, with an allowance for each block."""
         self._written: list[QueuedBlock] = []  # but not synchronised
         self._is_abandoned = False
         self.unsynced = 0
@@ -66,11 +67,6 @@ class BlockQueue:
 
     def __bool__(self) -> bool:
         return bool(self._blocks)
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that wait."""
-        return self._size
 
     def head(self, size: int = 0) -> list[QueuedBlock]:
         """Return the oldest block and those after it that fit into `size` bytes together with it."""
@@ -91,7 +87,7 @@ class BlockQueue:
     def put(self, block: QueuedBlock) -> str | None:
         """Accept `block`, or count it as lost; return a line for the log if losses have begun or ended."""
         limit = self._capacity // 2 if self._lost else self._capacity
-        if self._blocks and self._size + _size(block) > limit:
+        if self._blocks and self.nbytes + _size(block) > limit:
             return self._lose(block)
         line = None if self._lost is None else self.end_losses()
         self._append(block)
@@ -108,7 +104,7 @@ class BlockQueue:
 
     def _append(self, block: QueuedBlock) -> None:
         self._blocks.append(block)
-        self._size += _size(block)
+        self.nbytes += _size(block)
         self.accepted += 1
 
     def _lose(self, block: QueuedBlock) -> str | None:
@@ -120,7 +116,7 @@ class BlockQueue:
             self._lost = values + block.values, first, block.step
             return None
         self._lost = block.values, block.step, block.step
-        return f"writing is too slow, {self._size} bytes are waiting; values are lost from step {block.step} on"
+        return f"writing is too slow, {self.nbytes} bytes are waiting; values are lost from step {block.step} on"
 
     def mark_written(self, blocks: list[QueuedBlock]) -> None:
         """Remove `blocks`, which have been written, from the head, unless :meth:`abandon` has removed them."""
@@ -132,7 +128,7 @@ class BlockQueue:
     def _pop(self) -> QueuedBlock:
         block = self._blocks.popleft()
         block.is_written = True
-        self._size -= _size(block)
+        self.nbytes -= _size(block)
         self.done += 1
         self.last_step = self.last_step if block.is_picture else block.step
         return block
@@ -168,7 +164,7 @@ class BlockQueue:
             self.dropped += sum(block.values for block in self._written if not block.is_synced)
         else:
             self._blocks.extendleft(reversed(self._written))
-            self._size += sum(map(_size, self._written))
+            self.nbytes += sum(map(_size, self._written))
         self.done -= len(self._written)
         self._written, self.unsynced = [], 0
 
@@ -201,7 +197,7 @@ class BlockQueue:
         self.last_step = next((block.step for block in reversed(written) if not block.is_picture), self.last_step)
         self._written = written
         self._blocks.extendleft(reversed(again))
-        self._size += sum(map(_size, again))
+        self.nbytes += sum(map(_size, again))
         self.done -= len(again)
 
     def abandon(self) -> int:
@@ -209,7 +205,7 @@ class BlockQueue:
         values = sum(block.values for block in self._blocks if not block.is_synced)
         self._is_abandoned = True
         self._blocks.clear()
-        self._size = 0
+        self.nbytes = 0
         self.dropped += values
         return values
 
@@ -348,9 +344,10 @@ class FileWriter:
             if not block and not self._queue:
                 self._queue.last_step = step
                 return
-            is_expected = self._is_expected()
+            # otherwise the thread has other blocks to write, or waits for the end of the pause
+            is_first = not self._queue.nbytes and time.monotonic() >= self._write_at
             line = self._queue.put(QueuedBlock(block, step, values, is_picture))
-        if not is_expected:
+        if is_first or self._queue.nbytes > self._capacity // 4 or not self._worker.is_served:
             self._worker.wake()
         if line:
             log.warning("'%s': %s", self._file.label, line)
@@ -434,11 +431,6 @@ class FileWriter:
     def _is_urgent(self) -> bool:
         """Whether blocks are written before the pause after the last ones is over."""
         return self._worker.is_closing or self._wanted > self._queue.done or self._queue.nbytes > self._capacity // 4
-
-    def _is_expected(self) -> bool:
-        """Whether the thread takes a new block without being woken: it has others to write, or waits for the end of the pause."""
-        is_due = self._queue or time.monotonic() < self._write_at
-        return bool(self._worker.is_served and is_due and not self._is_urgent())
 
     def _write(self) -> None:
         """Write waiting blocks; they stay in the queue until that has succeeded."""

@@ -1,4 +1,4 @@
-"""Names of the user's modules and parameters, without the names of wrappers, and the signature of a model."""
+"""Names of the user's modules and parameters, without the names of wrappers, the signature of a model, and tied weights."""
 
 import linecache
 import os
@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import takewhile
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 
+Name = TypeVar("Name")
 ModuleFilter = Callable[["NamedModule"], bool] | Iterable[type[nn.Module]] | None
 
 _INNER = {  # name of a wrapper class → the attribute that holds the wrapped module
@@ -427,3 +429,27 @@ def difference(stored: Signature, present: Signature) -> str:
             shapes = [f"with {name} of shape {list(shapes[name])}" for shapes in (before, now)]
             return f"{texts[0]} {shapes[0]}, not {texts[1]} {shapes[1]}"
     return "" if stored["class"] == present["class"] else f"{texts[0]}, not {texts[1]}"
+
+
+def embedding_pairs(modules: Iterable[tuple[Name, nn.Module]]) -> Iterator[tuple[Name, nn.Module, Name, nn.Module]]:
+    """Yield name and module of each embedding and of each linear layer whose weight has the same shape, if both are trainable."""
+    known = list(modules)
+    embeddings = [(name, module) for name, module in known if isinstance(module, nn.Embedding)]
+    layers = [(name, module) for name, module in known if isinstance(module, nn.Linear)]
+    for name, embedding in embeddings:
+        for other, layer in layers:
+            a, b = embedding._parameters.get("weight"), layer._parameters.get("weight")
+            if a is not None and b is not None and a.shape == b.shape and a.requires_grad and b.requires_grad:
+                yield name, embedding, other, layer
+
+
+def have_same_values(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same values, and not only one value, as a copy of weights has.
+
+    Examples
+    --------
+    >>> have_same_values(torch.arange(3.0), torch.arange(3.0)), have_same_values(torch.zeros(3), torch.zeros(3))
+    (True, False)
+    """
+    a, b = a.detach(), b.detach()
+    return a.device == b.device and a.dtype == b.dtype and torch.equal(a, b) and bool((a != a.flatten()[0]).any())

@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ikkuna.diagnosis.tied_weights import embedding_pairs, have_same_values
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import Message, ModuleMessage, NetworkMessage, Stamp
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
@@ -23,7 +22,7 @@ from ikkuna.numerics.layers import (
     saturation_threshold,
     unit_counters,
 )
-from ikkuna.support.modules import NamedParameter, parameters_of
+from ikkuna.support.modules import NamedParameter, embedding_pairs, have_same_values, parameters_of
 from ikkuna_subscribers._helpers import require_integers
 
 

@@ -1,4 +1,4 @@
-"""Finds operations whose result is the same for every input, and masks that are used as indices."""
+"""Finds constant results, masks as indices, and mistakes in the scores of contrastive losses, in operations of objectives."""
 
 from __future__ import annotations
 
@@ -6,14 +6,26 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ikkuna.diagnosis.mistakes import CONSTANT_RESULT, MASK_AS_INDEX, TRIVIAL_OPTIMUM
+from ikkuna.diagnosis.mistakes import (
+    CODES_ACROSS_SAMPLES,
+    CONSTANT_RESULT,
+    LOSS_FLOOR,
+    MASK_AS_INDEX,
+    OWN_CANDIDATE,
+    TRIVIAL_OPTIMUM,
+)
 from ikkuna.diagnosis.objective.graph import Term, operation
 from ikkuna.store.finding import Finding
 from ikkuna.support.torch_internals import saved_by, shape_behind
 
 _MOST_STEPS = 12
+_MOST_ELEMENTS = 4_000_000
+_NEAR_GUESS = 0.75
+_ROUNDING = 1e-4
+_ARRANGING_SCORES = ("LogSoftmax", "MaskedFill", "View", "UnsafeView", "ReshapeAlias", "Alias", "Clone", "ToCopy")
 
 
 def constant_results(nodes: Sequence[Any]) -> Iterator[tuple[Any, Finding]]:
@@ -164,3 +176,146 @@ def _output_behind(node: Any, known: set[Any]) -> Any:
             return None
         node = node.next_functions[0][0]
     return None
+
+
+# -- contrastive objectives --------------------------------------------------------------------------------------------
+
+
+def contrasts(nodes: Sequence[Any]) -> Iterator[Finding]:
+    """Find mistakes in the scores of each cross-entropy of class indices."""
+    for node in nodes:
+        if operation(node) != "NllLoss":
+            continue
+        scores, labels = saved_by(node, "self"), saved_by(node, "target")
+        if scores is None or labels is None or not scores.is_cpu or scores.numel() > _MOST_ELEMENTS:
+            continue
+        yield from own_candidate(scores.float(), labels)
+        product, scale = product_of_scores(node)
+        if product is None:
+            continue
+        yield from codes_across_samples(product)
+        largest = _largest_product(product)
+        if largest is not None and scale is not None:
+            yield from cosine_floor(scores.shape[1], scale * largest)
+
+
+def own_candidate(scores: Tensor, labels: Tensor) -> Iterator[Finding]:
+    """Find rows of symmetric similarities whose largest one is that with themselves, which is never the label.
+
+    Parameters
+    ----------
+    scores : Tensor of shape (row, candidate)
+        Logarithms of probabilities, which are the similarities but for a number for each row.
+    labels : Tensor of shape (row,)
+        The candidates to be found.
+
+    Examples
+    --------
+    >>> codes = torch.nn.functional.normalize(torch.randn(6, 4), dim=1)
+    >>> similar = (codes @ codes.T / 0.1).log_softmax(1)
+    >>> [found.rule for found in own_candidate(similar, torch.arange(6).roll(3))]
+    ['own_candidate']
+    """
+    count = len(scores)
+    if scores.shape != (count, count) or count < 4 or labels.shape != (count,):
+        return
+    diagonal, rows = scores.diagonal(), torch.arange(count, device="cpu")
+    if bool((labels == rows).any()) or not bool(scores.isfinite().all()):
+        return
+    if not bool((diagonal[:, None] >= scores - _ROUNDING).all()):
+        return
+    odd = (
+        scores - scores.T
+    )  # of symmetric similarities it is the difference of a number of the column and one of the row
+    rest = odd - (odd[:1, :] - odd[:1, :].T)
+    scale = float((scores - scores.mean(1, keepdim=True)).abs().max())
+    if scale > 0 and float(rest.abs().max()) < 1e-3 * scale:
+        probability = float(diagonal.exp().mean())
+        yield OWN_CANDIDATE.found(probability)
+
+
+def product_of_scores(node: Any) -> tuple[Any, float | None]:
+    """Return the node of the product of matrices that are the scores of a cross-entropy, and the size of the factor behind it.
+
+    Returns
+    -------
+    tuple of (object, float or None)
+        ``None`` in place of the node for other scores, and in place of the factor if it is learned, so that it can grow.
+
+    Examples
+    --------
+    >>> a, b = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
+    >>> loss = torch.nn.functional.cross_entropy(a @ b.T / -0.5, torch.arange(4))
+    >>> node, factor = product_of_scores(loss.grad_fn)
+    >>> operation(node), factor
+    ('Mm', 2.0)
+    """
+    scale: float | None = 1.0
+    for _ in range(_MOST_STEPS):
+        node = node.next_functions[0][0] if node.next_functions else None
+        name = "" if node is None else operation(node)
+        if name == "Mm":
+            return node, None if scale is None else abs(scale)
+        if name in ("Mul", "Div"):
+            factor = _number(saved_by(node, "other"))
+            is_learned = len([behind for behind, _ in node.next_functions if behind is not None]) > 1
+            scale = (
+                None if is_learned or not factor or scale is None else scale * (factor if name == "Mul" else 1 / factor)
+            )
+        elif name not in _ARRANGING_SCORES:
+            break
+    return None, None
+
+
+def codes_across_samples(product: Any) -> Iterator[Finding]:
+    """Find a product of codes whose columns all have the length 1, and whose rows, which are the codes, have various ones.
+
+    Examples
+    --------
+    >>> codes = torch.nn.functional.normalize(torch.randn(6, 4, requires_grad=True), dim=0)
+    >>> [found.rule for found in codes_across_samples((codes @ codes.T).grad_fn)]
+    ['codes_across_samples']
+    """
+    left, right = saved_by(product, "self"), saved_by(product, "mat2")
+    if left is None or right is None or not left.is_cpu or min(left.shape) < 2 or right.shape[1] < 2:
+        return
+    across = [left.float().norm(dim=0), right.float().norm(dim=1)]
+    along = left.float().norm(dim=1)
+    if all(bool(((x - 1).abs() < _ROUNDING).all()) for x in across) and bool(((along - along[0]).abs() > 0.01).any()):
+        yield CODES_ACROSS_SAMPLES.found()
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, int | float):
+        return float(value)
+    is_number = isinstance(value, Tensor) and value.is_cpu and value.numel() == 1
+    return float(value) if is_number else None
+
+
+def _largest_product(node: Any) -> float | None:
+    """Return the largest product of a row and a column if all rows and all columns have one length each."""
+    left, right = saved_by(node, "self"), saved_by(node, "mat2")
+    if left is None or right is None or shape_behind(node) is None or not left.numel():
+        return None
+    lengths = left.float().norm(dim=1), right.float().norm(dim=0)
+    ends = [x.aminmax() for x in lengths]
+    if any(float(high - low) > _ROUNDING * float(high) for low, high in ends):
+        return None
+    return float(ends[0].max * ends[1].max)
+
+
+def cosine_floor(candidates: int, bound: float) -> Iterator[Finding]:
+    """Find scores between -`bound` and `bound` with which a cross-entropy stays near a guess, whatever the outputs are.
+
+    Examples
+    --------
+    >>> [found.value for found in cosine_floor(64, 0.01)], list(cosine_floor(64, 10.0))
+    ([4.139...], [])
+    """
+    if candidates < 2:
+        return
+    least = math.log1p((candidates - 1) * math.exp(-2 * bound))
+    if least > _NEAR_GUESS * math.log(candidates):
+        detail = f"The scores are cosines times {bound:.3g}, and a guess has {math.log(candidates):.3g}."
+        advice = "divide the cosines by a temperature such as 0.1, not multiply them by it"
+        yield LOSS_FLOOR.found(least, detail=detail, advice=advice)

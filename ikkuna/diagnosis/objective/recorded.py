@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ikkuna.diagnosis.mistakes import CONSTANT_RESULT, INVERTED_MASK, ONE_LABEL
-from ikkuna.diagnosis.objective import operations, positions, similarities, sums
+from ikkuna.diagnosis.objective import operations, positions, sums
 from ikkuna.diagnosis.objective.graph import ObjectiveGraph, nearest_parameters, operation, terms
 from ikkuna.diagnosis.preflight_checks.batch import tensors_of, without_labels
 from ikkuna.diagnosis.preflight_checks.contracts import LossCall, findings_of
@@ -124,7 +124,7 @@ class RecordedObjective:
                 self._found += sums.unbounded(added, self._samples)
                 self._found += operations.trivial_optimum(added, outputs)
                 self._found += sums.entropy_punished(added)
-        self._found += similarities.findings(graph.nodes)
+        self._found += operations.contrasts(graph.nodes)
         self._read_operations(graph.nodes, of_model)
         self._read_sequences(graph, model, of_model)
 

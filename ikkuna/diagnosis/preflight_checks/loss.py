@@ -1,7 +1,9 @@
 """Checks of inputs, labels and the loss."""
 
+import copy
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +22,14 @@ from ikkuna.diagnosis.mistakes import (
 )
 from ikkuna.diagnosis.preflight_checks.batch import widened
 from ikkuna.diagnosis.preflight_checks.contracts import findings_of
-from ikkuna.diagnosis.preflight_checks.first_update import first_update
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, Classification
 from ikkuna.diagnosis.preflight_checks.trial import Trial, loss_with
 from ikkuna.numerics.prediction import initial_cross_entropy, initial_logit_deviation
 from ikkuna.store.finding import Finding
+from ikkuna.support.failures import error_text
 from ikkuna.support.modules import module_of
 from ikkuna.support.torch_internals import pytree
+from ikkuna.support.undisturbed import run_model
 
 
 def input_scale(trial: Trial) -> Iterator[Finding]:
@@ -45,6 +48,7 @@ def input_scale(trial: Trial) -> Iterator[Finding]:
 _EXCESS = 1.5  # of the loss of a guess
 _GAP = 1.0  # nats; with two classes the random outputs of a healthy network reach 1.5 times the loss of a guess
 _RELATIVE = 1e-3
+_MOST_PARAMETERS = 20_000_000  # of a model that is copied
 _ROUNDING = 1e-5  # of a sum of many terms in single precision
 
 
@@ -259,3 +263,66 @@ def _is_standard(trial: Trial) -> bool:
 
 def _equal(a: float, b: float) -> bool:
     return math.isfinite(a) and math.isfinite(b) and abs(a - b) <= _RELATIVE * max(abs(a), abs(b), 1e-6)
+
+
+class FirstUpdate(NamedTuple):
+    """The change of the loss of one batch by the first step of the optimizers.
+
+    Parameters
+    ----------
+    predicted : float
+        The product of the gradient before the step and the step.
+    change : float
+        What the loss of the same batch, with the same random numbers, has changed by.
+    """
+
+    predicted: float
+    change: float
+
+    @property
+    def overshoots(self) -> bool:
+        """Whether the step goes beyond the minimum along its direction, or upwards.
+
+        Along a line a quadratic function has fallen by half of the prediction at its minimum.
+        """
+        return not self.change <= self.predicted / 2 <= 0
+
+
+def first_update(trial: Trial) -> FirstUpdate:
+    """Return what the first step of the optimizers does to the loss of the batch; copies of the model and of them make it.
+
+    Raises
+    ------
+    CannotJudgeError
+        If there is no optimizer, if the loss has no gradient, if something cannot be copied, or if a step needs a closure.
+    """
+    if not trial.optimizers:
+        raise CannotJudgeError("no optimizer was given")
+    if not trial.first_step.has_gradient or trial.loss_value.numel() != 1:
+        raise CannotJudgeError("the loss has no gradient")
+    if sum(parameter.numel() for parameter in trial.trainable.values()) > _MOST_PARAMETERS:
+        raise CannotJudgeError(f"the model has more than {_MOST_PARAMETERS:,} parameters")
+    try:
+        model, loss, optimizers = copy.deepcopy((trial.model, trial.loss, trial.optimizers))
+        moved = Trial(model, trial.batch, loss, optimizers)
+        parameters = [*moved.trainable.values()]
+        before = [parameter.detach().clone() for parameter in parameters]
+        value, gradients = _loss_and_gradients(moved, parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        with torch.random.fork_rng(devices=()):
+            for optimizer in optimizers:
+                optimizer.step()
+        after, _ = _loss_and_gradients(moved, [])
+    except Exception as error:
+        raise CannotJudgeError(f"a copy cannot make the first step: {error_text(error)}"[:200]) from error
+    steps = [(p.detach() - old, g) for p, old, g in zip(parameters, before, gradients, strict=True) if g is not None]
+    return FirstUpdate(sum(float((step.double() * g.double()).sum()) for step, g in steps), after - value)
+
+
+def _loss_and_gradients(trial: Trial, parameters: list[nn.Parameter]) -> tuple[float, tuple[Tensor | None, ...]]:
+    """Return the loss of the batch, each time with the same random numbers, and its gradients."""
+    with trial.running(as_training=True, autograd=True):
+        loss = trial.loss_of_result(run_model(trial.model, trial.batch.copy().inputs))
+        gradients = torch.autograd.grad(loss.reshape(()), parameters, allow_unused=True) if parameters else ()
+    return float(loss), gradients

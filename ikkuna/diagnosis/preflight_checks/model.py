@@ -17,10 +17,9 @@ from ikkuna.diagnosis.mistakes import (
 )
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.trial import Trial
-from ikkuna.diagnosis.tied_weights import embedding_pairs, have_same_values
 from ikkuna.printable import counted, listed
 from ikkuna.store.finding import Finding
-from ikkuna.support.modules import common_module
+from ikkuna.support.modules import common_module, embedding_pairs, have_same_values
 from ikkuna.support.torch_internals import DROPOUTS, RUNNING_NORMS, pytree
 
 
