@@ -266,7 +266,7 @@ def schedule_in_batches(case):
     case.on_step.append(change)
 
 
-@fault("weight_decay", "nonfinite", "diverges", "lr_too_high")
+@fault("weight_decay", "decay_dominates", "nonfinite", "diverges", "lr_too_high")
 def weight_decay_too_high(case):
     case.optimizer_kind, case.decay = "adam", case.draw.choice([30, 50])
 
