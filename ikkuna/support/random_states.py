@@ -1,6 +1,7 @@
 """The states of the random generators of torch, numpy and Python."""
 
 import ctypes
+import math
 import pickle
 import random
 from collections.abc import Iterable, Mapping
@@ -9,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from ikkuna.support.torch_internals import dispatch_modes
 
 _MT19937_BYTES = 4 * 624 + 4  # the key and the position
 
@@ -172,7 +175,7 @@ class RandomNumbers:
     """
 
     def __init__(self) -> None:
-        self._before = self._opened = 0
+        self._before = self._opened = math.nan
 
     def step_opened(self) -> None:
         """Read the state at the beginning of a step."""
@@ -183,8 +186,10 @@ class RandomNumbers:
         return self._before == self._opened != _hash_of_torch()
 
 
-def _hash_of_torch() -> int:
-    """Return a hash of the states of torch."""
+def _hash_of_torch() -> float:
+    """Return a hash of the states of torch; NaN, which equals no other, in a mode whose tensors may be fake."""
+    if dispatch_modes():
+        return math.nan
     states: list[object] = [torch.default_generator.get_state().numpy().tobytes()]
     if torch.cuda.is_initialized():
         device = torch.cuda.default_generators[torch.cuda.current_device()]

@@ -95,6 +95,9 @@ MODULE_CALL: CodeType = getattr(nn.Module, "_call_impl", nn.Module.__call__).__c
 tracing_state: Callable[[], Any] = getattr(_C, "_get_tracing_state", lambda: None)
 """Return the state of :func:`torch.jit.trace` on this thread, or ``None``; without it, ``None``: a traced model contains our hooks."""
 
+dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", lambda: 0)
+"""Return how many modes, such as that of fake tensors, see the operators of this thread; without it, 0: a generator's state may be fake."""
+
 compiled_programs: Callable[[CodeType], list[Any]] = getattr(_FRAMES, "_debug_get_cache_entry_list", lambda code: [])
 """Return the compiler's programs of a function; without it, none: a model compiled before the exporter is not recognised."""
 

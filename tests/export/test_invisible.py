@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import ikkuna
 from ikkuna.export import Exporter
 from ikkuna.export.subscriber import CallbackSubscriber, Subscriber
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
@@ -231,3 +232,22 @@ def test_a_module_is_as_it_was_after_close(bus):
     with Exporter(message_bus=bus) as exporter:
         exporter.add_modules(model)
     assert [dict(m.__dict__) for m in model.modules()] == before
+
+
+def test_a_forward_with_fake_tensors_touches_no_memory(tmp_path, recwarn):
+    """As the search for the memory that a model needs makes one, between two steps; torch warns of a read of fake memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with ikkuna.watch(model, every=1, log_dir=tmp_path, verbosity=0) as watched:
+        for is_fake in (False, True, False):
+            if is_fake:
+                with FakeTensorMode(allow_non_fake_inputs=True):
+                    model(torch.randn(3, 4))
+                continue
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+        assert watched.health().errors == 0
+    assert not [warning for warning in recwarn if "FakeTensor" in str(warning.message)]
