@@ -113,6 +113,18 @@ def test_a_consequence_is_folded_into_its_cause_whichever_comes_first():
         assert set(finding.consequences) == {"effect", "end"}
 
 
+def test_a_cause_is_announced_as_grave_as_what_it_explains():
+    effect = type("EffectRule", (AboveRule,), {"name": "effect"})(patience=1, severity="error")
+    cause = type("CauseRule", (AboveRule,), {"name": "cause", "explains": frozenset({"effect"})})
+    judge = Judge([effect, cause(patience=2, severity="info")], NETWORK)
+    announced = []
+    for step in range(2):
+        judge.add("figure", "a", step, 5.0)
+        announced += judge.finish_step(step)
+    assert [(finding.rule, finding.severity) for finding in announced] == [("effect", "error"), ("cause", "error")]
+    assert [(finding.rule, finding.severity) for finding in judge.findings] == [("cause", "error")]
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize(
     ("steps", "causes"), [((20, 0), {"a", "b"}), ((20, 10), {"a"}), ((0, 0), {"a"}), ((None, 0), {"a"})]

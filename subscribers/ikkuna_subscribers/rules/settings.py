@@ -182,7 +182,8 @@ class RateSquaredRule(Rule):
             since = history.step if largest > before else since
             memory[name] = largest, since
             if (base := initial.get(name)) is not None and base.last < 1:
-                is_square = base.last > 0 and abs(largest / base.last**2 - 1) < 1e-3
+                square = base.last**2
+                is_square = square > 0 and abs(largest - square) < 1e-3 * square
                 yield Score(float(is_square and history.step - since >= 30), largest, name or None)
 
 
