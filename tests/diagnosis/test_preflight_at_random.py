@@ -2,6 +2,7 @@
 
 import math
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ class Run:
         torch.manual_seed(seed)
         self.model, (self.x, self.y) = FAMILIES[family](self.draw)
         self.loss = nn.CrossEntropyLoss()
-        self.left_out, self.optimizers, self.module = [], [], None
+        self.make, self.left_out, self.optimizers, self.module = torch.optim.Adam, [], [], None
 
     def layer(self, last=True):
         names = layers_of(self.model)
@@ -64,7 +65,7 @@ class Run:
 
     def findings(self):
         parameters = [p for p in self.model.parameters() if not any(p is q for q in self.left_out)]
-        optimizers = [torch.optim.Adam(parameters), *self.optimizers]
+        optimizers = [self.make(parameters), *self.optimizers]
         return ikkuna.preflight(self.model, (self.x, self.y), self.loss, optimizers)
 
 
@@ -135,6 +136,7 @@ def second_softmax(run):
 
 def sum_over_the_batch(run):
     run.loss = nn.CrossEntropyLoss(reduction="sum")
+    run.make = partial(torch.optim.SGD, lr=0.5)  # a rate for the mean; Adam does not depend on the scale of the loss
     return {"loss_scale"}
 
 
