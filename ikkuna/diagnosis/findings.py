@@ -284,6 +284,11 @@ class FindingList:
         self._keep(step)
         return self.causes[cause]
 
+    def as_grave(self, finding: Finding) -> Finding:
+        """Return a new finding with the severity of the cause that it is, which is that of its gravest consequence."""
+        severity = _graver(finding.severity, self.causes[finding.rule].severity)
+        return finding if severity == finding.severity else replace(finding, severity=severity, against=())
+
     def retract(self, step: int) -> None:
         """Restore the findings before a step, to which the training has gone back."""
         while self._states and self._states[-1][0] >= step:

@@ -334,14 +334,7 @@ class Judge:
             alarm = self._alarms.get(rule_name)  # a check before the first step has none
             if known.ended is None and alarm is not None and alarm.is_over:
                 self._list.end(rule_name, step)
-        causes = self._list.causes
-        return [self._as_grave(finding, causes[finding.rule]) for finding in new if finding.rule in causes]
-
-    @staticmethod
-    def _as_grave(finding: Finding, cause: Finding) -> Finding:
-        """Return a new finding with the severity of the cause that it is, which is that of its gravest consequence."""
-        is_graver = SEVERITIES.index(cause.severity) > SEVERITIES.index(finding.severity)
-        return replace(finding, severity=cause.severity, against=()) if is_graver else finding
+        return [self._list.as_grave(finding) for finding in new if finding.rule in self._list.causes]
 
     def add_finding(self, finding: Finding, step: int) -> Finding | None:
         """Add a finding of a check that is not a rule, with its step and its module; return it if it is a new cause."""

@@ -249,8 +249,7 @@ class RuleSubscriber(Subscriber):
             self._add_loss(stamp, loss)
             if self._reads(stamp):
                 self._add_groups(stamp.global_step, {"learning_rates": dict(zip(block.names, rates, strict=True))})
-            if self._reads(stamp) or self.judge.is_urgent:
-                self._end_step(stamp, is_stored=False)
+            self._end_step(stamp, is_stored=False)
         self._store_steps(stamp)
 
     def _add_loss(self, stamp: Stamp, loss: float) -> None:
@@ -313,11 +312,12 @@ class RuleSubscriber(Subscriber):
         StopTraining
             If `stop` asks for it.
         """
-        if self._reads(stamp) or self.judge.is_urgent:
-            self._end_step(stamp)
+        self._end_step(stamp)
 
     def _end_step(self, stamp: Stamp, is_stored: bool = True) -> None:
         """Judge a step, store it unless that can wait until the end of a block, and act on the new findings."""
+        if not (self._reads(stamp) or self.judge.is_urgent):
+            return
         judged = [*self._check_first_step(stamp.global_step), *self.judge.finish_step(stamp.global_step)]
         if (run := getattr(self._host, "run", None)) is not None:
             self._mute = self._muted_first | run.control.mute  # by another process

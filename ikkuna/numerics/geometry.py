@@ -61,14 +61,14 @@ def spread_elements(x: Tensor, number: int) -> Tensor | None:
     Parameters
     ----------
     x : Tensor
-        Of any shape and dtype.
+        Of any shape and dtype, with numbers, see `ikkuna.numerics.elements.has_numbers`.
     number : int
         The largest number of elements.
 
     Returns
     -------
     Tensor or None
-        1-d, float64 (float32 on a device without float64).  ``None`` for a sparse tensor, and for one without numbers.
+        1-d, float64 (float32 on a device without float64).  ``None`` for a sparse tensor, and for a quantised one without a way to read it.
 
     Examples
     --------
@@ -76,13 +76,13 @@ def spread_elements(x: Tensor, number: int) -> Tensor | None:
     tensor([0., 3., 6., 9.], dtype=torch.float64)
     """
     x = x.detach()
-    if type(x) is not Tensor or x.layout is not torch.strided or not x.is_floating_point() or x.element_size() == 1:
-        read = readable(x)
-        if read is None or read[1]:
-            return None
-        flat = read[0].reshape(-1)
-    else:
-        flat = x.reshape(-1)
+    is_read_as_it_is = (
+        type(x) is Tensor and x.layout is torch.strided and x.is_floating_point() and x.element_size() > 1
+    )
+    read = (x, 0) if is_read_as_it_is else readable(x)
+    if read is None or read[1]:
+        return None
+    flat = read[0].reshape(-1)
     distance, last = max(1, math.ceil(len(flat) / number)), x.shape[-1] if x.ndim else 1
     while math.gcd(distance, last) > 1:
         distance += 1

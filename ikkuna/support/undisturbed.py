@@ -305,10 +305,8 @@ def as_tensor(value: Any, model: nn.Module) -> Any:
     """
     if isinstance(value, Tensor) or not (hasattr(value, "__array__") or isinstance(value, list | int | float)):
         return value
-    if isinstance(value, list) and any(
-        isinstance(each, Tensor) for each in value
-    ):  # several values, as a loader returns them
-        return value
+    if isinstance(value, list) and any(isinstance(each, Tensor) for each in value):
+        return value  # several values, as a loader returns them
     tensor = torch.as_tensor(value)
     like = next((p for p in model.parameters() if p.is_floating_point()), None)
     if like is None:
