@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 
-Name = TypeVar("Name")
+N = TypeVar("N")
 ModuleFilter = Callable[["NamedModule"], bool] | Iterable[type[nn.Module]] | None
 
 _INNER = {  # name of a wrapper class → the attribute that holds the wrapped module
@@ -431,7 +431,7 @@ def difference(stored: Signature, present: Signature) -> str:
     return "" if stored["class"] == present["class"] else f"{texts[0]}, not {texts[1]}"
 
 
-def embedding_pairs(modules: Iterable[tuple[Name, nn.Module]]) -> Iterator[tuple[Name, nn.Module, Name, nn.Module]]:
+def embedding_pairs(modules: Iterable[tuple[N, nn.Module]]) -> Iterator[tuple[N, nn.Module, N, nn.Module]]:
     """Yield name and module of each embedding and of each linear layer whose weight has the same shape, if both are trainable."""
     known = list(modules)
     embeddings = [(name, module) for name, module in known if isinstance(module, nn.Embedding)]

@@ -75,7 +75,10 @@ _WITH_UNIT = re.compile(r"(.*``[^`,]*), ([^`]*)")
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]], widths: str = "auto") -> str:
-    """Return a list-table in reStructuredText."""
+    """Return a list-table in reStructuredText, or the word "None." if there are no rows."""
+    rows = list(rows)
+    if not rows:
+        return "None.\n"
     lines = [".. list-table::", "   :header-rows: 1", f"   :widths: {widths}", ""]
     for row in (head, *rows):
         for i, cell in enumerate(row):
