@@ -83,7 +83,7 @@ def test_pictures_are_shown_once_below_the_cell_that_trains_and_replaced_in_plac
 def test_the_cells_of_the_quick_start_can_be_run_again(tmp_path):
     """Each time they begin a new run with all values, also where the cell before was not run to its end."""
     model, watched, chosen = (code for _, code in blocks(SITE / "quick_start.rst")[:3])
-    set_up, found, loop = chosen.removesuffix("exporter.close()\n").partition("for inputs, labels in batches:\n")
+    set_up, found, loop = chosen.partition("exporter.close()")[0].partition("for inputs, labels in batches:\n")
     assert found
     assert "ikkuna.watch(" in watched
     unclosed = [set_up, found + loop, "print('steps', exporter.health().steps, exporter.health().errors)"]
@@ -96,6 +96,6 @@ def test_the_cells_of_the_quick_start_can_be_run_again(tmp_path):
     closed, again = (
         sum(what in text for text in texts["stderr"]) for what in ("closed an earlier exporter", "is watched already")
     )
-    assert closed <= 2  # the garbage collector may have closed an exporter to which no variable refers any more
+    assert closed in (1, 2)  # the garbage collector may have closed the exporter of the model that was replaced
     assert again == 1
     assert len(list((tmp_path / "run").iterdir())) == 7
