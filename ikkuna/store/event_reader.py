@@ -151,17 +151,16 @@ class EventColumns(NamedTuple):
 
 _HEAD, _TAIL = 12, 4  # bytes of a record before and behind its payload
 _OTHERS = (3, 4, 5, 6, 8)
-_LEAST_VALUES = 8  # in shorter summaries numpy is slower than a loop
-_TEMPLATES = 64  # of each length
 
 
-class _Template(NamedTuple):
-    """The bytes of a summary with scalars only: where it is constant, where its numbers are, and their tags."""
+class _Value(NamedTuple):
+    """An entry of a summary: its tag, the number of the field with the value, a scalar's number, and where the entry is."""
 
-    places: NDArray[np.intp]
-    constant: NDArray[np.uint8]
-    numbers: NDArray[np.intp]
-    tags: NDArray[np.int32]
+    tag: bytes
+    kind: int
+    number: float
+    place: int
+    size: int
 
 
 class PythonScanner:
@@ -171,12 +170,9 @@ class PythonScanner:
         self._steps: list[int] = []
         self._times: list[float] = []
         self._ids: dict[bytes, int] = {}
-        self._tag: list[NDArray[np.int32]] = []
-        self._event: list[NDArray[np.int32]] = []
-        self._value: list[NDArray[np.float32]] = []
+        self._scalars: list[tuple[int, int, float]] = []  # tag, event and value
         self._others: list[tuple[int, int, int, int, int]] = []
         self._starts: list[tuple[int, int, int]] = []
-        self._templates: dict[int, list[_Template]] = {}
         self._lost = 0
 
     def scan(self, data: bytes, place: int, is_end: bool) -> int:
@@ -194,9 +190,7 @@ class PythonScanner:
         return rest
 
     def _read_event(self, data: bytes, place: int) -> None:
-        step, time, starts = 0, 0.0, False
-        scalars: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
-        others: list[tuple[int, int, int, int]] = []
+        step, time, starts, found = 0, 0.0, False, list[_Value]()
         for field, value, at in fields(data):
             if field == 1 and isinstance(value, bytes) and len(value) == 8:
                 time = number(value)
@@ -205,68 +199,34 @@ class PythonScanner:
             elif field == 7 and isinstance(value, bytes):
                 starts = any(key == 1 and status == 1 for key, status, _ in fields(value)) or starts
             elif field == 5 and isinstance(value, bytes):
-                scalars.append(self._read_summary(value, place + at, others))
+                entries = ((entry, place + at + begin) for key, entry, begin in fields(value) if key == 1)
+                found += (_read_value(entry, begin) for entry, begin in entries if isinstance(entry, bytes))
         if starts:
             self._starts.append((step, len(self._steps), len(self._others)))
-        if not any(len(tags) for tags, _ in scalars) and not others:
+        if not (found := [each for each in found if each.kind]):
             return
         event = len(self._steps)
         self._steps.append(step)
         self._times.append(time)
-        self._others += [(tag, event, kind, begin, size) for tag, kind, begin, size in others]
-        for tags, values in scalars:
-            self._tag.append(tags)
-            self._value.append(values)
-            self._event.append(np.full(len(tags), event, np.int32))
-
-    def _read_summary(
-        self, data: bytes, place: int, others: list[tuple[int, int, int, int]]
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Return tags and values of the scalars of a summary, and append its other values to `others`."""
-        array = np.frombuffer(data, np.uint8)
-        for template in self._templates.get(len(data), ()):
-            if np.array_equal(array[template.places], template.constant):
-                return template.tags, array[template.numbers].view(np.float32)
-        tags: list[int] = []
-        values: list[float] = []
-        numbers: list[int] = []
-        others_before = len(others)
-        for field, value, at in fields(data):
-            if field == 1 and isinstance(value, bytes):
-                name, kind, found, begin = _read_value(value)
-                if kind:
-                    tag = self._ids.setdefault(name, len(self._ids))
-                    if kind == 2:
-                        tags.append(tag)
-                        values.append(found)
-                        numbers.append(at + begin)
-                    else:
-                        others.append((tag, kind, place + at, len(value)))
-        numbered = np.array(tags, np.int32)
-        if len(tags) >= _LEAST_VALUES and len(others) == others_before:
-            self._add_template(array, np.array(numbers, np.intp), numbered)
-        return numbered, np.array(values, np.float32)
-
-    def _add_template(self, array: NDArray[np.uint8], numbers: NDArray[np.intp], tags: NDArray[np.int32]) -> None:
-        templates = self._templates.setdefault(len(array), [])
-        if len(templates) < _TEMPLATES:
-            every = (numbers[:, None] + np.arange(4)).ravel()
-            is_constant = np.ones(len(array), bool)
-            is_constant[every] = False
-            places = np.flatnonzero(is_constant)
-            templates.append(_Template(places, array[places], every, tags))
+        for name, kind, scalar, begin, size in found:
+            tag = self._ids.setdefault(name, len(self._ids))
+            if kind == 2:
+                self._scalars.append((tag, event, scalar))
+            else:
+                self._others.append((tag, event, kind, begin, size))
 
     def columns(self) -> EventColumns:
         """Return everything that has been read."""
-        tag = np.concatenate(self._tag or [np.empty(0, np.int32)])
+        tags, events, values = zip(*self._scalars, strict=True) if self._scalars else ((), (), ())
+        tag = np.array(tags, np.int32)
         order = np.argsort(tag, kind="stable")
         return EventColumns(
             np.array(self._steps, np.int64),
             np.array(self._times, np.float64),
             [name.decode(errors="replace") for name in self._ids],
             np.concatenate([[0], np.cumsum(np.bincount(tag, minlength=len(self._ids)))]),
-            np.concatenate(self._event or [np.empty(0, np.int32)])[order],
-            np.concatenate(self._value or [np.empty(0, np.float32)])[order],
+            np.array(events, np.int32)[order],
+            np.array(values, np.float32)[order],
             np.array(self._others, np.int64).reshape(-1, OTHER_FIELDS),
             np.array(self._starts, np.int64).reshape(-1, START_FIELDS),
             self._lost,
@@ -286,17 +246,17 @@ def _incomplete(data: bytes, begin: int) -> int:
     return max(begin, len(data) - _HEAD + 1)
 
 
-def _read_value(data: bytes) -> tuple[bytes, int, float, int]:
-    """Return tag, number of the field with the value, the value of a scalar, and where its bytes are."""
-    name, kind, found, begin = b"", 0, 0.0, 0
-    for field, value, at in fields(data):
+def _read_value(data: bytes, place: int) -> _Value:
+    """Return an entry of a summary, which is at this place of the file; without a value its kind is 0."""
+    name, kind, found = b"", 0, 0.0
+    for field, value, _ in fields(data):
         if field == 1 and isinstance(value, bytes):
             name = value
         elif field == 2 and isinstance(value, bytes) and len(value) == 4:
-            kind, found, begin = 2, number(value), at
+            kind, found = 2, number(value)
         elif field in _OTHERS and isinstance(value, bytes):
             kind = field
-    return name, kind, found, begin
+    return _Value(name, kind, found, place, len(data))
 
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64

@@ -15,50 +15,36 @@ _STATISTICS = {
     "min": "MinMaxSubscriber",
     "max": "MinMaxSubscriber",
 }
-_OTHERS = {
-    "loss": "LossSubscriber() after set_loss()",
-    "weight_updates_weights_ratio": 'RatioSubscriber(["weight_updates", "weights"])',
-    "activations_dead": "DeadUnitsSubscriber() for modules such as nn.ReLU; functions such as torch.relu are not seen",
-    "constant_loss": "ConstantPredictionSubscriber()",
-    "input_batch_age": "InputRowsSubscriber()",
-    "input_batch_repeats": "InputRowsSubscriber()",
-    "input_rows_contradicted": "InputRowsSubscriber()",
-    "input_rows_deviation": "InputRowsSubscriber()",
-    "input_rows_known": "InputRowsSubscriber()",
-    "input_rows_mean": "InputRowsSubscriber()",
-    "loss_change_bound": "LossChangeBoundSubscriber()",
-    "loss_form": "ConstantPredictionSubscriber()",
-    "loss_over_constant": "ConstantPredictionSubscriber()",
-    "learning_rate": "LearningRateSubscriber()",
-    "evaluation_mode": "ModuleStateSubscriber()",
-    "weight_requires_grad": "ModuleStateSubscriber()",
-    "untied_weights": "ModuleStateSubscriber()",
-    "train_accuracy": "TrainAccuracySubscriber()",
-    "test_accuracy": "TestAccuracySubscriber(data)",
-    "nonfinite_producer": "NonFiniteSubscriber()",
-    "activations_dimension": "DimensionSubscriber() for the layers with weights",
-    "attention_evenness": "AttentionSubscriber(dataset)",
-    "dead_experts": "RouterSubscriber(top_k)",
-    "window_load_max": "RouterSubscriber(top_k)",
-    "running_mean_distance": "RunningStatisticsSubscriber() for the batch norms",
-    "running_variance_distance": "RunningStatisticsSubscriber() for the batch norms",
-    "weight_state_step_mean": 'OptimizerStateSubscriber("step", "mean")',
-    "averaged_ranks": "rules while the model trains",
-    "evaluations_in_training_mode": "rules while the model trains",
-    "gradients_at_step": "rules while the model trains",
-    "micro_batches": "rules while the model trains",
-    "undivided_losses": "rules while the model trains",
-    "optimizer_beta1": "rules while the model trains",
-    "optimizer_beta2": "rules while the model trains",
-    "optimizer_closure": "rules while the model trains",
-    "optimizer_initial_rate": "rules while the model trains",
-    "random_numbers_repeated": "rules while the model trains",
-    "optimizer_epsilon": "rules while the model trains",
-    "optimizer_weight_decay": "rules while the model trains",
-    "weight_state_exp_avg_sq_mean": 'OptimizerStateSubscriber("exp_avg_sq", "mean")',
-    "unowned_parameters": "rules while the model trains",
-    "step_skipped": "rules while the model trains",
+_OTHERS = {  # subscriber → the kinds that it publishes
+    "LossSubscriber() after set_loss()": ("loss",),
+    'RatioSubscriber(["weight_updates", "weights"])': ("weight_updates_weights_ratio",),
+    "DeadUnitsSubscriber() for modules such as nn.ReLU; functions such as torch.relu are not seen": (
+        "activations_dead",
+    ),
+    "ConstantPredictionSubscriber()": ("loss_form", "loss_over_constant", "constant_loss"),
+    "InputRowsSubscriber()": (
+        *("input_batch_age", "input_batch_repeats", "input_rows_contradicted", "input_rows_known"),
+        *("input_rows_mean", "input_rows_deviation"),
+    ),
+    "LossChangeBoundSubscriber()": ("loss_change_bound",),
+    "LearningRateSubscriber()": ("learning_rate",),
+    "ModuleStateSubscriber()": ("evaluation_mode", "weight_requires_grad", "untied_weights"),
+    "TrainAccuracySubscriber()": ("train_accuracy",),
+    "TestAccuracySubscriber(data)": ("test_accuracy",),
+    "NonFiniteSubscriber()": ("nonfinite_producer",),
+    "DimensionSubscriber() for the layers with weights": ("activations_dimension",),
+    "AttentionSubscriber(dataset)": ("attention_evenness",),
+    "RouterSubscriber(top_k)": ("dead_experts", "window_load_max"),
+    "RunningStatisticsSubscriber() for the batch norms": ("running_mean_distance", "running_variance_distance"),
+    'OptimizerStateSubscriber("step", "mean")': ("weight_state_step_mean",),
+    'OptimizerStateSubscriber("exp_avg_sq", "mean")': ("weight_state_exp_avg_sq_mean",),
+    "rules while the model trains": (
+        *("averaged_ranks", "evaluations_in_training_mode", "gradients_at_step", "micro_batches", "undivided_losses"),
+        *("optimizer_beta1", "optimizer_beta2", "optimizer_closure", "optimizer_initial_rate", "optimizer_epsilon"),
+        *("optimizer_weight_decay", "random_numbers_repeated", "unowned_parameters", "step_skipped"),
+    ),
 }
+_SOURCES = {kind: subscriber for subscriber, kinds in _OTHERS.items() for kind in kinds}
 
 
 def sources(*kinds: str) -> dict[str, str]:
@@ -73,8 +59,8 @@ def sources(*kinds: str) -> dict[str, str]:
 
 
 def _source(kind: str) -> str:
-    if kind in _OTHERS:
-        return _OTHERS[kind]
+    if kind in _SOURCES:
+        return _SOURCES[kind]
     tensor, _, statistic = kind.rpartition("_")
     if "_ranks_unequal" in kind:
         return "ReplicaSubscriber() on several ranks"
