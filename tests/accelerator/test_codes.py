@@ -18,6 +18,7 @@ from ikkuna.testing import RecordingBackend
 from tests.accelerator.models import MODELS, train
 from tests.simulated_device import Stream, memory, recorded
 from tests.simulated_device.reference_kernels import mixed
+from tests.statistics_record import row_record
 
 pytestmark = pytest.mark.simulated
 
@@ -48,7 +49,7 @@ def test_all_elements_have_the_codes_of_the_host(dtype):
         device = device.as_strided(host.shape, host.stride()) if host.is_contiguous() else device
         found.add(0, device, BOTH)
         found.add(0, device, BOTH)
-        record = found.record(0, BOTH)
+        record = row_record(found, 0, BOTH)
         assert (record.codes == 2 * codes(host).numpy()).all()
         assert (record.sampled_codes == record.codes).all()
         assert record.n == 2 * host.numel()
@@ -61,8 +62,8 @@ def test_a_sample_has_the_codes_of_the_native_kernels():
     for _ in range(2):
         found.add(5, x.to("sim"), BOTH, generator=source)
     expected = sum(sampled_codes(x, again).numpy() for _ in range(2))
-    assert (found.record(5, BOTH).sampled_codes == expected).all()
-    assert (found.record(5, BOTH).codes == 2 * codes(x).numpy()).all()
+    assert (row_record(found, 5, BOTH).sampled_codes == expected).all()
+    assert (row_record(found, 5, BOTH).codes == 2 * codes(x).numpy()).all()
 
 
 @pytest.mark.usefixtures("kernels")
@@ -81,12 +82,12 @@ def test_a_list_counts_small_tensors_completely_and_draws_from_large_ones(are_di
     ]
     wanted = [x - y for x, y in zip(host, others, strict=True)] if are_differences else host
     for i in (0, 2, 3):
-        assert (found.record(i, BOTH).codes == codes(wanted[i]).numpy()).all(), i
+        assert (row_record(found, i, BOTH).codes == codes(wanted[i]).numpy()).all(), i
     for i in (0, 3):
-        assert (found.record(i, BOTH).sampled_codes == codes(wanted[i]).numpy()).all()
+        assert (row_record(found, i, BOTH).sampled_codes == codes(wanted[i]).numpy()).all()
     expected = torch.empty(4096, dtype=torch.int64, device="cpu")
     library().sampled_codes(wanted[2], 3, expected, mixed(draw_seed(generator()) + 2))
-    assert (found.record(2, BOTH).sampled_codes == expected.numpy()).all()
+    assert (row_record(found, 2, BOTH).sampled_codes == expected.numpy()).all()
 
 
 @pytest.mark.usefixtures("kernels")
@@ -121,7 +122,7 @@ def test_counts_that_might_not_fit_into_32_bits_go_to_another_histogram(monkeypa
     for _ in range(3):
         found.add(0, x, BOTH)
     assert len(found._kernels.counts) == 3
-    assert found.record(0, BOTH).codes.max() == 180
+    assert row_record(found, 0, BOTH).codes.max() == 180
 
 
 @pytest.mark.usefixtures("kernels")
@@ -223,5 +224,5 @@ def test_elements_that_must_be_converted_take_64_mib(dtype):
     memory.peak = used = memory.used
     found.add(0, x, BOTH)
     assert memory.peak - used <= 64 << 20
-    record = found.record(0, BOTH)
+    record = row_record(found, 0, BOTH)
     assert (record.n, record.codes[2048]) == (n, n)

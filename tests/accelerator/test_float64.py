@@ -14,6 +14,7 @@ from ikkuna.numerics.statistics.device.exact import exact_sums, sum_of
 from tests.accelerator.test_waiting import Run, always, close, values_on_host
 from tests.numerics.test_measure import reference
 from tests.simulated_device import memory, recorded
+from tests.statistics_record import row_record
 
 pytestmark = pytest.mark.simulated
 
@@ -61,7 +62,7 @@ def test_rows_are_those_of_float64(name):
     x = DATA[name]()
     statistics = DeviceStatistics(torch.device("sim", 0))
     statistics._exact.add(0, x.to("sim"), ALL)
-    record, values = statistics.record(0, ALL), (x.abs() if x.is_complex() else x).double()
+    record, values = row_record(statistics, 0, ALL), (x.abs() if x.is_complex() else x).double()
     expected = reference(values)
     size = np.sqrt(expected["m2"] / max(len(values), 1))  # of a deviation
     for field, value in expected.items():
@@ -75,7 +76,7 @@ def test_rows_are_those_of_float64(name):
 def test_a_row_is_weighted(weight, as_tensor):
     statistics, x = DeviceStatistics(torch.device("sim", 0)), torch.tensor([1.0, 4.0])
     statistics.add(0, x.to("sim"), ALL, torch.tensor(weight).to("sim") if as_tensor else weight)
-    record = statistics.record(0, ALL)
+    record = row_record(statistics, 0, ALL)
     assert (record.sumsq, record.center, record.m2) == (17 * weight, 2.5, 4.5 * weight)
 
 
@@ -168,6 +169,6 @@ def test_rows_of_many_calls_are_merged(request, monkeypatch, has_float64):
     for i in range(n):
         statistics.add(i % 2, on_device[i : i + 1], fields, weight=2)
     for row in range(2):
-        record, expected = statistics.record(row, fields), reference(x[row::2])
+        record, expected = row_record(statistics, row, fields), reference(x[row::2])
         assert (record.n, record.max) == (n, expected["max"])
         assert record.m2 == pytest.approx(2 * expected["m2"])

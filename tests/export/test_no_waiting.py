@@ -67,7 +67,6 @@ def test_no_statistic_of_a_device_tensor_waits(shape):
     with NoWaiting():
         for _ in range(65):
             assert statistics.add(0, random(*shape), needed_fields(FIELDS), weight, generator)
-            assert statistics.add_difference(1, random(*shape), random(*shape), needed_fields(FIELDS))
         statistics.take()
 
 

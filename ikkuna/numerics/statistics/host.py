@@ -278,13 +278,6 @@ class HostStatistics:
         with np.errstate(all="ignore"):
             self.values[row] = merge_rows(np.stack([self.values[row], *(repeat_rows(part, weight) for part in parts)]))
 
-    def add_difference(self, row: int, x: Tensor, y: Tensor, fields: frozenset[str]) -> bool:
-        """Add the statistics of ``x - y``, computed in at least float32, to a row; return whether these tensors have numbers."""
-        if self.kernels is not None and fields.isdisjoint(HISTOGRAMS) and self.kernels.accepts_difference(x, y):
-            self.kernels.add_difference(x, y, fields, self.address(row))
-            return True
-        return self.add(row, x.to(torch.promote_types(x.dtype, torch.float32)) - y, fields)
-
     def record(self, row: int, fields: frozenset[str]) -> Record:
         """Return the `fields` of a row."""
         record = record_of(self.values[row] if row < len(self.values) else EMPTY, fields)

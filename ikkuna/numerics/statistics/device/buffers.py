@@ -257,14 +257,10 @@ class CodeCounts:
             buffer.owners = [None if o is None or o.row in dropped else o for o in buffer.owners]
         self._known = {key: known for key, known in self._known.items() if key[0].row not in dropped}
 
-    def used(self) -> list[CountBuffer]:
-        """Return the tensors that contain histograms."""
-        return [buffer for buffer in self._buffers if any(buffer.owners)]
-
     def take(self) -> list[CountBuffer]:
         """Return the tensors that contain histograms, and forget them."""
-        buffers, used = self.used(), len(self)
-        self._capacity = max(self._capacity, used)  # a step is like the one before
+        buffers = [buffer for buffer in self._buffers if any(buffer.owners)]
+        self._capacity = max(self._capacity, len(self))  # a step is like the one before
         self._buffers, self._known = [], {}
         return buffers
 

@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,8 +23,7 @@ from ikkuna.numerics.statistics.device.exact import ExactRows
 from ikkuna.numerics.statistics.device.operators import DROPPED, DeviceRows, ReducedTensor
 from ikkuna.numerics.statistics.device.triton_launcher import TensorList, TritonKernels, histograms_of, triton_kernels
 from ikkuna.numerics.statistics.float_code import SAMPLE, WORTH_SAMPLING, add_codes, draw_seed, merge_codes
-from ikkuna.numerics.statistics.record import HISTOGRAMS, Record, record_of
-from ikkuna.numerics.statistics.table import EMPTY
+from ikkuna.numerics.statistics.record import HISTOGRAMS
 
 _MOST_COUNTS = 2048  # histograms that wait to be merged, 32 MiB
 _NUMBER = frozenset(("n",))
@@ -367,33 +365,6 @@ class DeviceStatistics:
             taken = DeviceRows([], [], self._imprecise, (), kernels.kernels, kernels.counts.take())
             self._settled.append(taken)  # its memory may belong to other streams
             merge_codes(self.codes, taken.codes(taken.tensors))
-
-    def add_difference(self, row: int, x: Tensor, y: Tensor, fields: frozenset[str]) -> bool:
-        """Add the statistics of ``x - y``, computed in at least float32, to a row; return whether these tensors have numbers."""
-        return self.add(row, x.to(torch.promote_types(x.dtype, torch.float32)) - y, fields)
-
-    def record(self, row: int, fields: frozenset[str]) -> Record:
-        """Return the `fields` of a row; this waits for the device."""
-        exact = [found for found in self._exact.found if found.row == row]
-        reduced = [found for found in self._reduced if found.row == row]
-        if (kernels := self._kernels) is None:
-            taken = DeviceRows(exact, reduced, self._imprecise)
-        else:
-            written = [
-                KernelRows((row,) * sum(mine), rows.values[torch.tensor(mine, device="cpu").to(rows.values.device)])
-                for rows in kernels.written
-                if any(mine := [owner == row for owner in rows.owners])
-            ]
-            reduced += (ReducedTensor(row, n, _NUMBER, []) for owner, n in kernels.sizes if owner == row)
-            taken = DeviceRows(exact, reduced, self._imprecise, written, kernels.kernels, kernels.counts.used())
-        arrays = {name: tensor.cpu().numpy() for name, tensor in taken.tensors.items()}
-        _, values = taken.rows({name: array.astype(np.float64) for name, array in arrays.items()})
-        record = record_of(values[0] if len(values) else EMPTY, fields)
-        codes = taken.codes(arrays)
-        merge_codes(codes, {row: {name: counts.cpu().numpy() for name, counts in self.codes.get(row, {}).items()}})
-        for name, counts in codes[row].items():
-            setattr(record, name, counts)
-        return record
 
     def merge(self, other: "DeviceStatistics") -> None:
         """Add the rows of `other`, and leave it as it is."""
