@@ -20,7 +20,6 @@ from tensorboardX.proto.tensor_pb2 import TensorProto
 from tensorboardX.proto.tensor_shape_pb2 import TensorShapeProto
 
 from ikkuna.store.append_file import ReplacedEnd
-from ikkuna.store.event_reader import event_library
 from ikkuna.store.event_records import record
 from ikkuna.store.names import Series, overview_tag, series_tag
 from ikkuna.store.quantity import network_order
@@ -147,9 +146,7 @@ def _summary_header(size: int) -> bytes:
 def step_record(entries: bytes, step: int, wall_time: float) -> bytes:
     """Return the record of one event with the concatenated `entries` of its summary."""
     stamp = b"\x09" + struct.pack("<d", wall_time) + b"\x10" + _varint(step & 0xFFFFFFFFFFFFFFFF)
-    payload = stamp + _summary_header(len(entries)) + entries  # fields 1, 2 and 5: wall_time, step, summary
-    library = event_library()
-    return record(payload, None if library is None else library.functions["events_checksum"](payload, len(payload)))
+    return record(stamp + _summary_header(len(entries)) + entries)  # fields 1, 2 and 5: wall_time, step, summary
 
 
 def start_record(step: int, wall_time: float) -> bytes:

@@ -4,21 +4,17 @@ The values of a step have the same tags as those of an earlier step, almost alwa
 The bytes of the first such summary are therefore a template: in the others only the bytes of the numbers differ.
 """
 
-import ctypes
 import itertools
 import os
 import struct
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.store.event_records import next_head, record_spans
-from ikkuna.support.failures import log
-from ikkuna.support.native import SOURCES, build_library, joined_source
+from ikkuna.store.event_records import event_library, next_head, record_spans
 
 _FIXED = {1: 8, 5: 4}
 _FORMATS = {4: "<f", 8: "<d"}
@@ -259,67 +255,17 @@ def _read_value(data: bytes, place: int) -> _Value:
     return _Value(name, kind, found, place, len(data))
 
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "events_checksum": (ctypes.c_uint32, (_POINTER, _INT)),
-    "events_open": (_POINTER, ()),
-    "events_close": (None, (_POINTER,)),
-    "events_scan": (_INT, (_POINTER, _POINTER, _INT, _INT, ctypes.c_int)),
-    "events_sizes": (None, (_POINTER, _POINTER)),
-    "events_copy": (None, (_POINTER,) * 10),
-}
-_CHECKED, _CHECKSUM = b"ikkuna reads event files", 0xE74D1761
-
-
-class EventLibrary:
-    """The functions of the native library.
-
-    Parameters
-    ----------
-    library : CDLL
-        The loaded library.
-
-    Raises
-    ------
-    RuntimeError
-        If it lacks a function, or if its checksum is wrong.
-    """
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self.functions: dict[str, Any] = {}
-        for name, (result, arguments) in _FUNCTIONS.items():
-            try:
-                function = getattr(library, name)
-            except AttributeError as error:
-                raise RuntimeError(f"the native library has no function {name}") from error
-            function.restype, function.argtypes = result, arguments
-            self.functions[name] = function
-        if self.functions["events_checksum"](_CHECKED, len(_CHECKED)) != _CHECKSUM:
-            raise RuntimeError("the native library computes a wrong checksum")
-
-
-@cache
-def event_library() -> EventLibrary | None:
-    """Return the native library; ``None``, after one line in the log, if there is no compiler or it cannot be loaded."""
-    try:
-        return build_library(joined_source(*SOURCES["events"]), EventLibrary)
-    except (OSError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()
-        log.info("event files are read by Python, which takes longer: %s", reason[0] if reason else error)
-        return None
-
-
 class NativeScanner:
     """Reads the records of an event file, one part of the file after another.
 
     Parameters
     ----------
-    library : EventLibrary
-        The native library.
+    functions : mapping of str to function
+        Those of the native library.
     """
 
-    def __init__(self, library: EventLibrary) -> None:
-        self._functions = library.functions
+    def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
+        self._functions = functions
         self._scanner = self._functions["events_open"]()
         if not self._scanner:
             raise MemoryError
@@ -363,6 +309,12 @@ class NativeScanner:
         scanner, self._scanner = self._scanner, None
         if scanner:
             self._functions["events_close"](scanner)
+
+
+def new_scanner(is_native: bool = True) -> NativeScanner | PythonScanner:
+    """Return what reads the records of one event file, native where there is a library."""
+    functions = event_library() if is_native else None
+    return PythonScanner() if functions is None else NativeScanner(functions)
 
 
 _CHUNK = 1 << 22  # so much memory is used again and again, instead of new pages
@@ -413,7 +365,7 @@ class EventFile:
             size = os.fstat(file.fileno()).st_size
             if self._scanner is None or size < self._place + self.waiting:
                 self.close()
-                self._scanner, self._place = self._new_scanner(), 0
+                self._scanner, self._place = new_scanner(self._is_native), 0
             file.seek(self._place)
             chunk, rest = _CHUNK, b""
             while True:
@@ -427,10 +379,6 @@ class EventFile:
                 chunk = max(_CHUNK, len(rest))  # a record that is longer than a chunk is not read again and again
         self.waiting = len(rest)
         return self._scanner.columns()
-
-    def _new_scanner(self) -> NativeScanner | PythonScanner:
-        library = event_library() if self._is_native else None
-        return PythonScanner() if library is None else NativeScanner(library)
 
     def close(self) -> None:
         """Free the memory."""

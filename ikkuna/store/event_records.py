@@ -5,25 +5,52 @@ This module searches for the next intact record and continues there.
 It imports nothing of tensorboardX, so that reading a run does not import torch.
 """
 
+import ctypes
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ikkuna.errors import ConfigError
 from ikkuna.support.failures import log
+from ikkuna.support.native import SOURCES, build_library, joined_source, typed_function
 
 _HEADER = struct.Struct("<Q")
 _CHECKSUM = struct.Struct("<I")
 
-_CHUNK = 512
-_SHORT = 64  # a loop over bytes is as fast for shorter data
 _POLYNOMIAL = 0x82F63B78  # Castagnoli's, in reversed order of bits
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "events_checksum": ((_POINTER, _INT), ctypes.c_uint32),
+    "events_open": ((), _POINTER),
+    "events_close": ((_POINTER,), None),
+    "events_scan": ((_POINTER, _POINTER, _INT, _INT, ctypes.c_int), _INT),
+    "events_sizes": ((_POINTER, _POINTER), None),
+    "events_copy": ((_POINTER,) * 10, None),
+}
+_CHECKED, _RIGHT = b"ikkuna reads event files", 0xE74D1761
+
+
+def _functions(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
+    found = {name: typed_function(library, name, *types) for name, types in _FUNCTIONS.items()}
+    if found["events_checksum"](_CHECKED, len(_CHECKED)) != _RIGHT:
+        raise RuntimeError("the native library computes a wrong checksum")
+    return found
+
+
+@cache
+def event_library() -> dict[str, Callable[..., Any]] | None:
+    """Return the functions of the native library; ``None``, after one line in the log, if it cannot be compiled or loaded."""
+    try:
+        return build_library(joined_source(*SOURCES["events"]), _functions)
+    except (OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()
+        log.info("event files are read by Python, which takes longer: %s", reason[0] if reason else error)
+        return None
 
 
 @cache
@@ -35,64 +62,33 @@ def _table() -> tuple[int, ...]:
     return tuple(table.tolist())
 
 
-@cache
-def _contributions() -> NDArray[np.uint32]:
-    """Return the contribution of each byte value to the checksum, by its place in a chunk: (place, byte)."""
-    table = np.array(_table(), dtype=np.uint32)
-    rows = np.empty((_CHUNK, 256), dtype=np.uint32)
-    rows[-1] = table
-    for place in range(_CHUNK - 2, -1, -1):
-        rows[place] = table[rows[place + 1] & 0xFF] ^ (rows[place + 1] >> 8)
-    return rows
-
-
-@cache
-def _advance() -> tuple[tuple[int, ...], ...]:
-    """Return the table that advances a checksum by a whole chunk, one row for each of its bytes."""
-    return tuple(tuple(row) for row in _contributions()[:4].tolist())
-
-
-def _short_crc32c(data: bytes) -> int:
-    table, state = _table(), 0xFFFFFFFF
-    for byte in data:
-        state = table[(state ^ byte) & 255] ^ state >> 8
-    return state ^ 0xFFFFFFFF
-
-
-def _long_crc32c(data: bytes) -> int:
-    # A CRC is linear over GF(2): it is the XOR of the contributions of all bytes, which depend on their distance from the end.
-    # Leading zeros do not change a state of zero, so the data can be padded.
-    padding = -len(data) % _CHUNK
-    padded = np.zeros(padding + len(data), dtype=np.uint8)
-    padded[padding:] = np.frombuffer(data, dtype=np.uint8)
-    padded[padding : padding + 4] ^= 0xFF
-    places = padded.reshape(-1, _CHUNK) + np.arange(_CHUNK) * 256
-    chunks = np.bitwise_xor.reduce(_contributions().ravel()[places], axis=1)
-    first, second, third, fourth = _advance()
-    state = 0
-    for chunk in chunks.tolist():
-        state = first[state & 255] ^ second[state >> 8 & 255] ^ third[state >> 16 & 255] ^ fourth[state >> 24] ^ chunk
-    return state ^ 0xFFFFFFFF
-
-
 def masked_crc32c(data: bytes) -> int:
     """Return the checksum of `data`, rotated and shifted as in a TFRecord.
 
-    The result equals ``tensorboardX.record_writer.masked_crc32c``, whose loop over bytes would dominate the cost of a step.
+    The result equals ``tensorboardX.record_writer.masked_crc32c``.
 
     Examples
     --------
     >>> hex(masked_crc32c(b"ikkuna"))
     '0xc29a0b7c'
     """
-    crc = _short_crc32c(data) if len(data) < _SHORT else _long_crc32c(data)
+    if (functions := event_library()) is not None:
+        return int(functions["events_checksum"](data, len(data)))
+    return crc_of_bytes(data)
+
+
+def crc_of_bytes(data: bytes) -> int:
+    """Return what `masked_crc32c` returns, computed in Python, which takes some hundred times as long."""
+    table, state = _table(), 0xFFFFFFFF
+    for byte in data:
+        state = table[(state ^ byte) & 255] ^ state >> 8
+    crc = state ^ 0xFFFFFFFF
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def record(payload: bytes, checksum: int | None = None) -> bytes:
-    """Return `payload` as a TFRecord: its length and its bytes, each followed by their checksum, which may be known."""
-    checksum = masked_crc32c(payload) if checksum is None else checksum
-    return b"".join((_record_header(len(payload)), payload, _CHECKSUM.pack(checksum)))
+def record(payload: bytes) -> bytes:
+    """Return `payload` as a TFRecord: its length and its bytes, each followed by their checksum."""
+    return b"".join((_record_header(len(payload)), payload, _CHECKSUM.pack(masked_crc32c(payload))))
 
 
 @lru_cache(1024)  # the records of many steps are equally long

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.errors import ConfigError
-from ikkuna.store.event_reader import KIND_HISTOGRAM, KIND_TENSOR, EventColumns, EventFile, PythonScanner
+from ikkuna.store.event_reader import KIND_HISTOGRAM, KIND_TENSOR, EventColumns, EventFile, new_scanner
 from ikkuna.store.json_lines import LineFile, read_lines, replaced_ends
 from ikkuna.store.names import Series, decode, series_of_tag
 from ikkuna.store.run_directory import RUN_FILE
@@ -524,9 +524,10 @@ def _tail(file: Path) -> bytes:
 
 def _last_of_events(data: bytes) -> int:
     """Return the step of the last record with a number; images are written later than the values of their steps."""
-    scanner = PythonScanner()
+    scanner = new_scanner()
     scanner.scan(data, 0, True)
     found = scanner.columns()
+    scanner.close()
     return int(found.steps[found.event.max()]) if len(found.event) else -1
 
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from ikkuna.printable import printable
 from ikkuna.support.failures import log
@@ -328,6 +328,18 @@ def _load_from_directory(library: bytes) -> ctypes.CDLL:
 
 
 Made = TypeVar("Made")
+
+
+def typed_function(
+    library: ctypes.CDLL, name: str, arguments: tuple[Any, ...], result: Any = None
+) -> Callable[..., Any]:
+    """Return a function of a library with the types of its arguments and of its result; raise `RuntimeError` if it is missing."""
+    try:
+        function: Any = getattr(library, name)
+    except AttributeError as error:
+        raise RuntimeError(f"the native library has no function {name}") from error
+    function.argtypes, function.restype = arguments, result
+    return function  # type: ignore[no-any-return]
 
 
 def stored_library(source: bytes, make: Callable[[ctypes.CDLL], Made], compiler: Compiler) -> Made | None:

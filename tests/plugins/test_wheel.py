@@ -42,7 +42,7 @@ CODE = """
 import json
 import ikkuna
 from ikkuna.numerics.statistics.native import library
-from ikkuna.store.event_reader import event_library
+from ikkuna.store.event_records import event_library
 print(json.dumps([ikkuna.__file__, library() is not None, event_library() is not None]))
 """
 

@@ -50,7 +50,7 @@ def _kernels() -> str:
 
 
 def _reader() -> str:
-    from ikkuna.store.event_reader import event_library
+    from ikkuna.store.event_records import event_library
 
     return "native" if event_library() is not None else "Python: there is no working compiler; reading takes longer"
 

@@ -16,7 +16,7 @@ from ikkuna.numerics.elements import in_memory_order
 from ikkuna.numerics.statistics.record import EXACT_COUNTS, needed_fields
 from ikkuna.numerics.statistics.table import COLUMN, EMPTY, Values
 from ikkuna.support.failures import log
-from ikkuna.support.native import SOURCES, build_library, joined_source
+from ikkuna.support.native import SOURCES, build_library, joined_source, typed_function
 from ikkuna.support.torch_internals import (
     TENSOR_ADDRESS,
     is_transformed,
@@ -157,7 +157,6 @@ _SQUARES = needed_fields(("sumsq",))
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _STRIDED = torch.strided
 
-_Kernel = Callable[..., Any]
 T = TypeVar("T")
 
 
@@ -190,17 +189,19 @@ class Library:
     """
 
     def __init__(self, kernels: ctypes.CDLL) -> None:
-        self._measure = {dtype: _typed(kernels, f"measure_{name}", _MEASURE) for dtype, name in DTYPES.items()}
+        self._measure = {dtype: typed_function(kernels, f"measure_{name}", _MEASURE) for dtype, name in DTYPES.items()}
         self._difference = {
-            dtype: _typed(kernels, f"measure_difference_{name}", _DIFFERENCE) for dtype, name in DTYPES.items()
+            dtype: typed_function(kernels, f"measure_difference_{name}", _DIFFERENCE) for dtype, name in DTYPES.items()
         }
-        self._codes = {dtype: _typed(kernels, f"codes_{name}", _CODES) for dtype, name in DTYPES.items()}
-        self._sampled = {dtype: _typed(kernels, f"sampled_codes_{name}", _SAMPLED) for dtype, name in DTYPES.items()}
-        self._bit_sum = _typed(
+        self._codes = {dtype: typed_function(kernels, f"codes_{name}", _CODES) for dtype, name in DTYPES.items()}
+        self._sampled = {
+            dtype: typed_function(kernels, f"sampled_codes_{name}", _SAMPLED) for dtype, name in DTYPES.items()
+        }
+        self._bit_sum = typed_function(
             kernels, "bit_sum_of_words", (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int), ctypes.c_int64
         )
-        _typed(kernels, "set_parallel_for", (ctypes.c_void_p,))(parallel_for())
-        self._use_vectors = _typed(kernels, "use_vectors", (ctypes.c_int,), ctypes.c_int)
+        typed_function(kernels, "set_parallel_for", (ctypes.c_void_p,))(parallel_for())
+        self._use_vectors = typed_function(kernels, "use_vectors", (ctypes.c_int,), ctypes.c_int)
         wanted = os.environ.get("IKKUNA_KERNELS")
         if wanted is None or not (wanted in VARIANTS and self.use(wanted)):
             used = next(filter(self.use, VARIANTS))
@@ -215,7 +216,7 @@ class Library:
         if [row[COLUMN[name]] for name in ("n", "l1", "mean", "m2")] != [2, 4, -1, 8]:
             raise RuntimeError("the native kernels compute wrong results")
         self.reader = _made(TensorReader, kernels)
-        functions: list[Any] = [*self._measure.values(), _typed(kernels, "merge_records", ())]
+        functions: list[Any] = [*self._measure.values(), typed_function(kernels, "merge_records", ())]
         kept = (ctypes.cast(function, _ADDRESS).value for function in functions)
         self.addresses = [address for address in kept if address is not None]
 
@@ -290,15 +291,6 @@ _MEASURE = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p)
 _DIFFERENCE = (ctypes.c_void_p, *_MEASURE)
 _CODES = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64)
 _SAMPLED = (*_CODES, ctypes.c_uint32)
-
-
-def _typed(kernels: ctypes.CDLL, name: str, arguments: tuple[Any, ...], result: Any = None) -> _Kernel:
-    try:
-        kernel: Any = getattr(kernels, name)
-    except AttributeError as error:
-        raise RuntimeError(f"the native library has no function {name}") from error
-    kernel.argtypes, kernel.restype = arguments, result
-    return kernel  # type: ignore[no-any-return]
 
 
 @cache
