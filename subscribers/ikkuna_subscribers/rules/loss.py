@@ -28,7 +28,8 @@ class DivergesRule(Rule):
 
     Threshold: 1.3 times the first level, a fifth of the loss of a guess more, and twice the usual distance of two successive losses more,
     at two judgements in a row, which are 10 steps apart; healthy runs stay below a quarter of this.
-    The rule is silent if the movement of the weights can have made less than half of the rise, see `LossChangeBoundSubscriber`.
+    The rule is silent if the movement of the weights can have made less than half of the rise: between two samples at most its bound, see
+    `LossChangeBoundSubscriber`, and at most what the loss has changed by.
     Then the loss is no fixed function of the weights: it depends on labels that a network makes, on the policy that is trained, on a model
     that another optimizer trains against it, on data that become harder, or its gradient is reversed on purpose.
     A loss that has come back from such a level before swings: it must stay there for twice as long as it did then.
@@ -36,7 +37,7 @@ class DivergesRule(Rule):
     """
 
     name = "diverges"
-    version = 3
+    version = 4
     severity_while_falling = "warning"
     needs = sources("loss")
     uses = sources("output_classes", "loss_change_bound")
@@ -89,9 +90,10 @@ class DivergesRule(Rule):
         return bool(step - memory.setdefault("since", step) >= 2 * memory.get("swing", 0))
 
     def _explained(self, history: History) -> float:
-        """Return the largest rise that the movement of the weights can have made so far; infinite if that is unknown.
+        """Return how much of the rise so far the movement of the weights can have made; infinite if that is unknown.
 
-        A positive loss cannot have fallen by more than its value, whatever the slope was.
+        Between two samples that is at most the bound, and at most what the loss has changed by: steps that swing around a minimum have
+        positive bounds without end.  A positive loss cannot have fallen by more than its value, whatever the slope was.
         """
         bounds, curve, memory = history.curve("loss_change_bound"), history.curve("loss"), history.memory[self.name]
         if bounds is None or curve is None:
@@ -101,8 +103,11 @@ class DivergesRule(Rule):
             losses = dict(zip(curve.steps, curve.values, strict=True))
             for step, bound in zip(bounds.steps, bounds.values, strict=True):
                 if step > last:
-                    least = -loss if (loss := losses.get(last, 0.0)) > 0 else -math.inf
-                    memory["explained"] = memory.get("explained", 0.0) + max(bound, least)
+                    before, loss = losses.get(last, 0.0), losses.get(step, math.inf)
+                    change = min(bound, loss - before) if math.isfinite(loss) else bound
+                    memory["explained"] = memory.get("explained", 0.0) + max(
+                        change, -before if before > 0 else -math.inf
+                    )
                     memory["step"] = last = step
         explained = float(memory.get("explained", math.inf))
         return math.inf if math.isnan(explained) else explained
@@ -312,7 +317,8 @@ class NoLearningRule(Rule):
 
     The guess has the frequencies of the labels (their entropy, corrected for the size of the batch after Miller and Madow), at most log C.
     Threshold: 0.95 of the guess, less than 2% better than 10 samples before, after updates that add up to 0.05 of the weights' size,
-    for 3 samples in a row.  A value is the median over samples with at least 200 labels together.
+    for 3 samples in a row.  A value is the median over samples with at least 200 labels together; whether the loss has become better is
+    read from all its values between these samples as well.
     The rule is silent if in these samples the movement of the weights has lowered the loss by 2% of the guess or more, although this is
     hidden by the differences between batches, see `LossChangeBoundSubscriber`.
     It is an info if something else than this movement has raised the loss by more than that of a guess: another term competes.
@@ -320,7 +326,7 @@ class NoLearningRule(Rule):
     """
 
     name = "no_learning"
-    version = 2
+    version = 3
     severity_while_falling = "warning"
     needs = sources(
         "output_cross_entropy", "output_classes", "label_entropy", "label_count", "weight_updates_weights_ratio"
@@ -358,8 +364,25 @@ class NoLearningRule(Rule):
         now, before = middle(shares[-window:]), middle(shares[:window])
         bounds = history.curve("loss_change_bound")
         is_lowered = bounds is not None and -sum(bounds.tail(10)) > 0.02 * guess
-        score = now / self.share if now > 0.98 * before and not is_lowered else 0.0
-        yield Score(score, now, at_most="info" if raised_by_others(history) > guess else "error")
+        falls = now <= 0.98 * before or _has_fallen(history, list(mean.steps)[-window - 10 :], window)
+        yield Score(
+            0.0 if falls or is_lowered else now / self.share,
+            now,
+            at_most="info" if raised_by_others(history) > guess else "error",
+        )
+
+
+def _has_fallen(history: History, steps: Sequence[int], window: int) -> bool:
+    """Return whether the losses of all steps in the last of two windows are more than 2% lower, if they are the cross-entropy.
+
+    There are several of them for each sample, so that the differences between batches hide a slow fall less.
+    """
+    loss, mean = history.now("loss"), history.now("output_cross_entropy")
+    if loss is None or mean is None or not math.isclose(loss.last, mean.last, rel_tol=0.01):
+        return False
+    values = list(zip(loss.steps, loss.values, strict=True))
+    now = middle([value for step, value in values if step >= steps[-window]])
+    return now <= 0.98 * middle([value for step, value in values if steps[0] <= step <= steps[window - 1]])
 
 
 class OverfitRule(Rule):
