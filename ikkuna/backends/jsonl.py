@@ -11,9 +11,8 @@ from typing import Any
 
 from ikkuna.backends.file_backend import FileBackend
 from ikkuna.store.append_file import ReplacedEnd
-from ikkuna.store.json_lines import LISTS
 from ikkuna.store.names import Series
-from ikkuna.store.values import NUMBERS, Matrix
+from ikkuna.store.values import LISTS, NUMBERS, Matrix
 
 
 def _number(value: float) -> str:

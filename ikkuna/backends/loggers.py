@@ -16,7 +16,7 @@ from ikkuna.backends.backend import Backend
 from ikkuna.store.finding import Finding
 from ikkuna.store.names import Series, matrix_tag, series_tag
 from ikkuna.store.run_directory import ConfigValue, config_table
-from ikkuna.store.values import Matrix
+from ikkuna.store.values import LISTS, NUMBERS, Matrix
 from ikkuna.support.failures import FailureCounter, log, raise_users_exception
 from ikkuna.support.threads import Worker
 
@@ -351,8 +351,8 @@ class SummaryWriterBackend(LoggerBackend):
             writer.add_scalar(tag, value, step)
         if hasattr(writer, "add_histogram_raw"):
             for tag, each in values.histograms.items():
-                limits, counts = (np.asarray(part, float).tolist() for part in (each.bucket_limits, each.bucket_counts))
-                sums = (float(getattr(each, name)) for name in ("min", "max", "num", "sum", "sum_squares"))
+                limits, counts = (np.asarray(getattr(each, name), float).tolist() for name in LISTS)
+                sums = (float(getattr(each, name)) for name in NUMBERS)
                 writer.add_histogram_raw(tag, *sums, limits, counts, step)
         if hasattr(writer, "add_image"):
             for tag, matrix in values.matrices.items():

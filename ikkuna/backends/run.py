@@ -15,6 +15,7 @@ from ikkuna.backends.file_backend import FileBackend
 from ikkuna.backends.guarded_backend import AddedValues, GuardedBackend, Sender
 from ikkuna.backends.loggers import adapted
 from ikkuna.errors import ClosedError, LogDirError
+from ikkuna.printable import finite
 from ikkuna.store.append_file import make_directories, reason
 from ikkuna.store.names import Series, SeriesGroup
 from ikkuna.store.quantity import NEUTRAL, Quantity
@@ -25,7 +26,6 @@ from ikkuna.store.run_directory import (
     RunSettings,
     add_quantities,
     check_log_dir,
-    json_config,
     lock_run,
     log_path,
     make_run_directory,
@@ -209,7 +209,7 @@ class Run:
         with self._lock:
             if self._directory is None:
                 self._directory = self._new_directory()
-                write_run_file(self._directory, RunFile(self.identity, json_config(self._settings.config), self._model))
+                write_run_file(self._directory, RunFile(self.identity, finite(self._settings.config), self._model))
                 self._announce(self._directory)
             return self._directory
 

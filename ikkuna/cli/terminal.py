@@ -54,11 +54,6 @@ class Terminal:
         self._err = sys.stderr if err is None else err
 
     @property
-    def is_interactive(self) -> bool:
-        """Whether a person sees the standard output."""
-        return is_terminal(self._out)
-
-    @property
     def has_colour(self) -> bool:
         """Whether colours are shown: not in a file or a pipe, and not with ``NO_COLOR`` or ``TERM=dumb``."""
         return has_colour(self._out)
@@ -67,11 +62,6 @@ class Terminal:
     def width(self) -> int:
         """The number of characters of a line, at least 20."""
         return max(shutil.get_terminal_size((100, 24)).columns, _LEAST_WIDTH)
-
-    @property
-    def height(self) -> int:
-        """The number of lines."""
-        return max(shutil.get_terminal_size((100, 24)).lines, 1)
 
     def can_write(self, text: str) -> bool:
         """Return whether the encoding of the standard output has all characters of `text`."""
@@ -123,7 +113,7 @@ class Terminal:
 
     def clear(self) -> None:
         """Clear the screen if a person sees the standard output."""
-        if self.is_interactive:
+        if is_terminal(self._out):
             _write(self._out, "\x1b[2J\x1b[H")
 
     def progress(self, text: str) -> None:
@@ -186,6 +176,14 @@ def add_run_argument(parser: argparse.ArgumentParser, several: bool = False) -> 
         help="a run: its directory, an event file, or a file of JSON lines; "
         f"a directory of runs means the newest one (default: {_DEFAULT})",
     )
+
+
+def check_port(port: int) -> None:
+    """Raise `ConfigError` if this is not the number of a port."""
+    from ikkuna.errors import ConfigError
+
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"--port needs a number from 0 to {(1 << 16) - 1}, got {port}")
 
 
 def add_muted_argument(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ikkuna.backends.loggers import StepValues, matrix_picture
 from ikkuna.integrations.remote import RemoteBackend, import_extra
+from ikkuna.store.values import LISTS, NUMBERS
 from ikkuna.support.failures import log
 
 _METRICS, _PARAMS = 1000, 100  # the most that one request of MLflow takes
@@ -135,10 +136,4 @@ def _name(tag: str) -> str:
 
 
 def _histogram_json(histogram: Any) -> str:
-    fields: dict[str, Any] = {
-        name: float(getattr(histogram, name)) for name in ("min", "max", "num", "sum", "sum_squares")
-    }
-    fields |= {
-        name: np.asarray(getattr(histogram, name), float).tolist() for name in ("bucket_limits", "bucket_counts")
-    }
-    return json.dumps(fields)
+    return json.dumps({name: np.asarray(getattr(histogram, name), float).tolist() for name in (*NUMBERS, *LISTS)})

@@ -364,13 +364,9 @@ def effective_rank(sigma: Tensor) -> Tensor:
     >>> round(effective_rank(torch.tensor([3.0, 1.0])).item(), 3)
     1.755
     """
-    return _exponential_entropy(_scaled(sigma))
-
-
-def _exponential_entropy(weights: Tensor) -> Tensor:
-    shares = weights / weights.sum()
-    entropy: Tensor = torch.special.entr(shares).sum()
-    return entropy.exp()
+    weights = _scaled(sigma)
+    rank: Tensor = torch.special.entr(weights / weights.sum()).sum().exp()
+    return rank
 
 
 class PowerLaw(NamedTuple):

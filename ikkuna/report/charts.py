@@ -122,7 +122,8 @@ def chart_of(
                 "name": each.name,
                 "colour": each.colour % 8,
                 "steps": each.steps.tolist(),
-                "values": _rounded(each.values),
+                # five digits; NaN and infinities as text, because JSON has none
+                "values": [float(f"{x:.5g}") if math.isfinite(x) else repr(x) for x in each.values.tolist()],
             }
             for each in shown
         ],
@@ -149,11 +150,6 @@ def healthy_limits(finding: Finding, kind: str) -> list[float | None] | None:
     if not any(math.isclose(value, finding.value, rel_tol=1e-6) for _, value in finding.evidence):
         return None  # the figure is a function of the values
     return [limit if math.isfinite(limit) else None for limit in finding.limits]
-
-
-def _rounded(values: NDArray[np.float64]) -> list[float | str]:
-    """Return numbers with five digits; NaN and infinities as text, because JSON has none."""
-    return [float(f"{value:.5g}") if math.isfinite(value) else repr(value) for value in values.tolist()]
 
 
 def _numbers(chart: ReportChart) -> list[tuple[list[int], list[float | str]]]:

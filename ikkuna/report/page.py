@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -230,14 +230,9 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["json"] = _json
+    environment.filters["json"] = partial(json.dumps, separators=(",", ":"))  # safe where the template escapes it
     environment.filters["details"] = details_html
     return environment
-
-
-def _json(value: Any) -> str:
-    """Return JSON that is safe in an attribute or a script."""
-    return json.dumps(value, separators=(",", ":"))
 
 
 @cache

@@ -7,11 +7,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ikkuna.store.values import NUMBERS
+from ikkuna.store.values import LISTS, NUMBERS
 from ikkuna.support.failures import log
 
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-LISTS = ("bucket_limits", "bucket_counts")
 
 
 def _with_numbers(entry: dict[str, Any]) -> dict[str, Any]:
@@ -78,17 +77,12 @@ def read(path: str | PathLike[str]) -> list[dict[str, Any]]:
             if entry is None:
                 damaged += 1
             elif isinstance(step := entry.get("resumed"), int):
-                entries = [earlier for earlier in entries if not _is_after(earlier, step)]
+                entries = [each for each in entries if not isinstance(at := each.get("step"), int) or at < step]
             elif "replaces" not in entry:
                 entries.append(entry)
         if damaged:
             log.warning("'%s': %d incomplete lines were skipped", file, damaged)
     return entries
-
-
-def _is_after(entry: dict[str, Any], step: int) -> bool:
-    found = entry.get("step")
-    return isinstance(found, int) and found >= step
 
 
 def replaced_ends(contents: dict[str, bytes]) -> list[tuple[str, int]]:

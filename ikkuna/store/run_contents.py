@@ -24,7 +24,7 @@ from ikkuna.store.stored_value import (
     decode_text,
     plugin_name,
 )
-from ikkuna.store.values import ModuleEntry, read_module_table
+from ikkuna.store.values import LISTS, ModuleEntry, read_module_table
 from ikkuna.support.failures import raise_users_exception
 
 Number = TypeVar("Number", bound=np.generic)
@@ -479,7 +479,7 @@ def _add_line_others(contents: RunContents, file: LineFile) -> None:
                 contents.matrices.append(entry)
             elif "histogram" in entry:
                 fields = dict(entry["histogram"])
-                for name in ("bucket_limits", "bucket_counts"):
+                for name in LISTS:
                     fields[name] = np.array(fields[name], float)
                 series = Series(entry["kind"], entry["module"], entry["pass"])
                 if not any(isinstance(each, StoredValue) for each in contents.stored.get(series, ())):

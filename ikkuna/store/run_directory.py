@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import errno
 import json
-import math
 import os
 import platform
 import re
@@ -124,14 +123,6 @@ def config_table(config: Mapping[str, ConfigValue]) -> str:
     lines = ["| name | value |", "|:--|:--|"]
     lines += ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]
     return "\n".join(lines)
-
-
-def json_config(config: Mapping[str, ConfigValue]) -> dict[str, ConfigValue]:
-    """Return hyper-parameters for JSON, in which NaN and infinities are strings."""
-    return {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in config.items()
-    }
 
 
 _PACKAGES = ("ikkuna", "torch", "numpy", "tensorboardX", "protobuf", "matplotlib", "jinja2", "tensorboard", "triton")

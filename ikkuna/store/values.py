@@ -15,7 +15,8 @@ from ikkuna.store.finding import Finding
 from ikkuna.store.names import Series, natural_key
 from ikkuna.support.failures import raise_users_exception
 
-_ATTRIBUTES = ("min", "max", "num", "sum", "sum_squares", "bucket_limits", "bucket_counts")
+NUMBERS, LISTS = ("min", "max", "num", "sum", "sum_squares"), ("bucket_limits", "bucket_counts")
+"""The numbers and the lists of a histogram."""
 
 
 class HistogramLike(Protocol):
@@ -48,7 +49,7 @@ def is_histogram(value: Any) -> TypeGuard[HistogramLike]:
     >>> is_histogram(1.0)
     False
     """
-    return all(hasattr(value, name) for name in _ATTRIBUTES)
+    return all(hasattr(value, name) for name in (*NUMBERS, *LISTS))
 
 
 _CHANNELS = (1, 3, 4)
@@ -275,16 +276,13 @@ class ModuleOrder:
         return len(self._positions) if position is None else position, natural_key(name)
 
 
-NUMBERS = ("min", "max", "num", "sum", "sum_squares")
-"""The numbers of a histogram; its lists are ``bucket_limits`` and ``bucket_counts``."""
-
-
 def shown(series: Series, value: Any, step: int) -> tuple[str, tuple[Any, ...]]:
     """Return the name of the backend's method that adds a value, and its arguments; see `Run.show`."""
     if isinstance(value, float):
         return "add_scalar", (series, value, step)
     if isinstance(value, str):
-        return "add_text", (series.title or _title(series), value, step)
+        name = series.kind if series.name is None else f"{series.kind}/{series.name}"
+        return "add_text", (series.title or name, value, step)
     if isinstance(value, Finding):
         return "add_finding", (value, step)
     if isinstance(value, Matrix):
@@ -300,10 +298,6 @@ def shown(series: Series, value: Any, step: int) -> tuple[str, tuple[Any, ...]]:
         raise_users_exception(error)
         what = f"{series.kind!r} shows a number, a histogram, a matrix or a text, got {type(value).__name__}"
         raise ConfigTypeError(what) from error
-
-
-def _title(series: Series) -> str:
-    return series.kind if series.name is None else f"{series.kind}/{series.name}"
 
 
 def checked_matrix(kind: str, matrix: Matrix) -> Matrix:

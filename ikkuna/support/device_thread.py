@@ -126,9 +126,7 @@ class DeviceThread:
         return result
 
 
-@cache
-def _device_thread(devices: tuple[torch.device, ...]) -> DeviceThread:
-    return DeviceThread(devices)
+_device_thread = cache(DeviceThread)
 
 
 def _thread_of(devices: Iterable[torch.device]) -> DeviceThread | None:

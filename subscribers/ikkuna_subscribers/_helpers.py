@@ -429,15 +429,11 @@ class ProbeSubscriber(PlotSubscriber):
     def emit_module(
         self, message: NetworkMessage, module: str, value: float, kind: str, path: str = "", reason: str = ""
     ) -> None:
-        """Emit a value of a module; if it is NaN, log `reason` once."""
+        """Emit a value of a module, or of the network if `module` is empty; if it is NaN, log `reason` once."""
         self._emitted[module, path, kind] = None
         if reason and math.isnan(value):
             self.warn_once(module, f"{kind} is NaN: {reason}")
         self._emit(message, module, path, kind, value)
-
-    def emit_network(self, message: NetworkMessage, value: float, kind: str, reason: str = "") -> None:
-        """Emit a value of the whole network; if it is NaN, log `reason` once."""
-        self.emit_module(message, "", value, kind, reason=reason)
 
     def _emit(self, message: NetworkMessage, module: str, path: str, kind: str, value: float) -> None:
         name = f"{module}:{path}" if path else module

@@ -174,7 +174,7 @@ class HessianSubscriber(ProbeSubscriber):
     def _emit_all(self, message: NetworkMessage, found: _Found) -> None:
         reason = "the loss or a derivative is not finite, or there are fewer distinct eigenvalues"
         for kind, value in zip(self._numbers, found.values, strict=False):
-            self.emit_network(message, value, kind, reason)
+            self.emit_module(message, "", value, kind, reason=reason)
         if found.buckets is not None:
             self.show(message.carrying(None, kind=self.publishes[-1]), found.buckets)
 

@@ -237,7 +237,8 @@ class TimestepGradientSubscriber(PlotSubscriber):
 
     def measure(self, message: Any) -> Tensor | None:
         """Return sums of squares by timestep, numbers of calls with that timestep, the sum of reaches and the number of calls."""
-        if not message.data.numel() or message.path or not self._is_wanted(message.module):
+        is_wanted = self._takes_any or self._layers.is_recurrent(message.module)
+        if not message.data.numel() or message.path or not is_wanted:
             return None
         if (squares := self._squares(message)) is None:
             return None
@@ -272,9 +273,6 @@ class TimestepGradientSubscriber(PlotSubscriber):
         else:
             return None
         return summed, summed
-
-    def _is_wanted(self, module: str) -> bool:
-        return self._takes_any or self._layers.is_recurrent(module)
 
     def compute(self, message: ModuleMessage) -> None:
         """Emit the norms and the reach."""

@@ -6,10 +6,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from ikkuna.cli.terminal import Terminal
+from ikkuna.cli.terminal import Terminal, check_port
 from ikkuna.errors import ConfigError
-
-_LAST_PORT = 65535
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,8 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, terminal: Terminal) -> int:
     if not Path(options.path).is_dir():
         raise ConfigError(f"'{options.path}' is not a directory")
-    if not 0 <= options.port <= _LAST_PORT:
-        raise ConfigError(f"--port needs a number from 0 to {_LAST_PORT}, got {options.port}")
+    check_port(options.port)
     arguments = ["-m", "tensorboard.main", "--logdir", options.path, "--port", str(options.port)]
     if options.dry_run:
         terminal.answer({"command": [sys.executable, *arguments]}, " ".join([sys.executable, *arguments]))

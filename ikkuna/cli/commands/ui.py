@@ -5,9 +5,7 @@ Serve a list of runs, pages about them and comparisons on 127.0.0.1. The pages f
 
 import argparse
 
-from ikkuna.cli.terminal import Terminal
-
-_LAST_PORT = 65535
+from ikkuna.cli.terminal import Terminal, check_port
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,11 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, terminal: Terminal) -> int:
-    from ikkuna.errors import ConfigError
     from ikkuna.report.server import RunServer
 
-    if not 0 <= options.port <= _LAST_PORT:
-        raise ConfigError(f"--port needs a number from 0 to {_LAST_PORT}, got {options.port}")
+    check_port(options.port)
     with RunServer(options.path, options.port) as server:
         port = server.server_port
         lines = (

@@ -18,10 +18,6 @@ from ikkuna.printable import printable
 _Statistic = tuple[tuple[str, ...], Callable[[Record, int], float]]
 
 
-def _variance(record: Record, correction: int) -> float:
-    return record.variance(correction)
-
-
 def _constant(record: Record) -> bool:
     """Return whether all elements are equal; rounding errors would give such data a skewness."""
     return record.min == record.max
@@ -37,7 +33,7 @@ STATISTICS: Mapping[str, _Statistic] = {
     "abs_mean": (("l1",), lambda r, c: r.l1_norm / r.count if r.count else math.nan),
     "abs_max": (("min", "max"), lambda r, c: r.linf_norm),
     "mean": (("mean",), lambda r, c: r.mean),
-    "variance": (("m2",), _variance),
+    "variance": (("m2",), lambda r, c: r.variance(c)),
     "std": (("m2",), lambda r, c: math.sqrt(r.variance(c))),
     "skew": (("m3", "min", "max"), lambda r, c: math.nan if _constant(r) else r.skewness),
     "kurtosis": (("m4", "min", "max"), lambda r, c: math.nan if _constant(r) else r.kurtosis),

@@ -160,12 +160,6 @@ class Record:
         with np.errstate(all="ignore"):
             return float(Records.of_record(self).variance(correction)[0])
 
-    def repeated(self, times: int) -> "Record":
-        """Return the record of every element repeated `times`."""
-        scale = ("n", "m2", "m3", "m4", "l1", "sumsq", "zeros", "nans", "infs", "codes", "sampled_codes")
-        values = {name: getattr(self, name) for name in self.__slots__}
-        return Record(**{k: v * times if k in scale and v is not None else v for k, v in values.items()})
-
 
 def record_of(row: Values, fields: frozenset[str]) -> Record:
     """Return the `fields` of a row of a table, see `ikkuna.numerics.statistics.table`.
