@@ -15,7 +15,7 @@ import numpy as np
 from ikkuna.backends.backend import Backend
 from ikkuna.store.finding import Finding
 from ikkuna.store.names import Series, matrix_tag, series_tag
-from ikkuna.store.run_directory import ConfigValue, config_table
+from ikkuna.store.run_directory import ConfigValue, config_table, read_run_file
 from ikkuna.store.values import LISTS, NUMBERS, Matrix
 from ikkuna.support.failures import FailureCounter, log, raise_users_exception
 from ikkuna.support.threads import Worker
@@ -401,6 +401,29 @@ class LightningLoggerBackend(LoggerBackend):
         """Save what the logger holds in memory."""
         if hasattr(self._logger, "save"):
             self._logger.save()
+
+
+class RemoteBackend(LoggerBackend):
+    """A logger that creates a run of its own, named after the directory of the run.
+
+    Parameters
+    ----------
+    **options : Any
+        See `LoggerBackend`.
+    """
+
+    def open(self, directory: Path) -> None:
+        """Use `directory` for the files of the logger."""
+        self._make_directory = lambda: directory
+
+    def open_later(self, make_directory: Callable[[], Path]) -> None:
+        """Create the directory in the thread of the logger."""
+        self._make_directory = make_directory
+
+    def identity(self) -> str | None:
+        """Return the identity of the run, which stays the same if it is resumed."""
+        content = read_run_file(self.directory())
+        return None if content is None else content.id
 
 
 Target = str | Backend | Callable[[str, float, int], object] | Any

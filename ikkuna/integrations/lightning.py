@@ -8,9 +8,9 @@ from torch import nn
 
 from ikkuna.errors import ConfigError
 from ikkuna.integrations.monitored_training import MonitoredTraining
-from ikkuna.integrations.remote import import_extra
 from ikkuna.metrics.subscriber import Subscriber
 from ikkuna.support.failures import log
+from ikkuna.support.plugins import import_extra
 
 _lightning: Any = import_extra("lightning.pytorch")
 _loggers: Any = import_extra("lightning.pytorch.loggers")

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ikkuna.backends.loggers import StepValues, matrix_picture
-from ikkuna.integrations.remote import RemoteBackend, import_extra
+from ikkuna.backends.loggers import RemoteBackend, StepValues, matrix_picture
 from ikkuna.store.values import LISTS, NUMBERS
 from ikkuna.support.failures import log
+from ikkuna.support.plugins import import_extra
 
 _METRICS, _PARAMS = 1000, 100  # the most that one request of MLflow takes
 _TAG, _FINDING_TAG, _TAG_LENGTH = "ikkuna.run", "ikkuna.finding", 5000

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from ikkuna.integrations.monitored_training import MonitoredTraining
-from ikkuna.integrations.remote import import_extra
 from ikkuna.metrics.subscriber import Subscriber
 from ikkuna.support.failures import log
 from ikkuna.support.files import atomic_path
+from ikkuna.support.plugins import import_extra
 
 _transformers: Any = import_extra("transformers")
 _BACKENDS = {"tensorboard": "tb", "wandb": "wandb", "mlflow": "mlflow"}  # of the trackers in report_to

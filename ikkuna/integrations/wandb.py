@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ikkuna.backends.loggers import StepValues, matrix_picture
-from ikkuna.integrations.remote import RemoteBackend, import_extra
+from ikkuna.backends.loggers import RemoteBackend, StepValues, matrix_picture
 from ikkuna.support.console import announce
 from ikkuna.support.failures import log, raise_users_exception
+from ikkuna.support.plugins import import_extra
 
 _STEP = "ikkuna/step"
 _MOST_ALERTS, _BETWEEN_ALERTS = 20, 600  # seconds

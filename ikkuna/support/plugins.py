@@ -7,6 +7,7 @@ A distribution whose metadata cannot be read is skipped with a warning.
 import re
 from collections import defaultdict
 from functools import cache
+from importlib import import_module
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any
 
@@ -102,3 +103,18 @@ def load_plugin(group: str, name: str, base: type) -> Any:
     if not issubclass(target, base):
         raise problem(f"is the class {target.__qualname__}, expected a subclass of {base.__name__}")
     return target
+
+
+def import_extra(name: str) -> Any:
+    """Import a module of an optional dependency.
+
+    Raises
+    ------
+    PluginError
+        If it is not installed; the message names the extra.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        extra = name.partition(".")[0]
+        raise PluginError(f'{name} cannot be imported ({error}); pip install "ikkuna[{extra}]"') from error

@@ -18,9 +18,9 @@ from ikkuna.errors import ConfigError, PluginError
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber
-from ikkuna.integrations.remote import import_extra
 from ikkuna.store.names import Series
 from ikkuna.store.values import Matrix
+from ikkuna.support.plugins import import_extra
 from ikkuna.testing import check_backend
 
 
