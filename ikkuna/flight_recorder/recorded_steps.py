@@ -151,43 +151,35 @@ class StepLog:
     """
 
     def __init__(self) -> None:
-        self._steps = np.full(_LENGTH, -1, np.int64)
-        self._numbers = np.full((_LENGTH, 3), np.nan)
-        self._rates = np.full((_LENGTH, 1), np.nan)
-        self._groups: dict[str, int] = {}
-        self._next = 0
+        self._steps: deque[tuple[int, float, float, bool, Sequence[str], Sequence[Any]]] = deque(maxlen=_LENGTH)
 
     def add(self, step: int, loss: float, rates: Mapping[str, Any], seconds: float, skipped: bool) -> None:
         """Add a step; `loss` and `seconds` are NaN if they are unknown."""
-        slot = self._next
-        self._steps[slot] = -1
-        self._numbers[slot] = loss, seconds, skipped
-        for name, rate in rates.items():
-            column = self._groups.get(name)
-            if column is None:
-                column = self._new_group(name)
-            self._rates[slot, column] = rate if isinstance(rate, float | int) else np.nan
-        self._steps[slot] = step
-        self._next = (slot + 1) % _LENGTH
+        numbers = [rate if isinstance(rate, float | int) else np.nan for rate in rates.values()]
+        self._steps.append((step, loss, seconds, skipped, tuple(rates), numbers))
 
-    def _new_group(self, name: str) -> int:
-        column = self._groups[name] = len(self._groups)
-        if column >= self._rates.shape[1]:
-            self._rates = np.concatenate([self._rates, np.full((_LENGTH, 1), np.nan)], axis=1)
-        return column
+    def add_losses(self, block: StepLosses) -> None:
+        """Add steps in a row of which only the losses are known; without numpy, because caches are cold."""
+        step, began, add = block.last.global_step + 1 - len(block.losses), block.began, self._steps.append
+        for i, loss in enumerate(block.losses):
+            ended = block.ends[i]
+            add((step + i, loss, ended - began, False, block.names, block.rates[i]))
+            began = ended
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return copies of all steps in the order of time."""
-        order = np.roll(np.arange(_LENGTH), -self._next)
-        order = order[self._steps[order] >= 0]
-        loss, seconds, skipped = self._numbers[order].T
+        """Return arrays of all steps in the order of time."""
+        steps = list(self._steps)
+        groups = {name: i for i, name in enumerate(dict.fromkeys(name for step in steps for name in step[4]))}
+        rates = np.full((len(steps), max(len(groups), 1)), np.nan)
+        for row, (*_, names, numbers) in zip(rates, steps, strict=True):
+            row[[groups[name] for name in names]] = np.array(numbers, np.float64)
         return {
-            "log_steps": self._steps[order].copy(),
-            "loss": loss.copy(),
-            "seconds": seconds.copy(),
-            "skipped": skipped > 0,
-            "learning_rates": self._rates[order].copy(),
-            "groups": np.array(list(self._groups), dtype=np.str_),
+            "log_steps": np.array([step[0] for step in steps], np.int64),
+            "loss": np.array([step[1] for step in steps], np.float64),
+            "seconds": np.array([step[2] for step in steps], np.float64),
+            "skipped": np.array([step[3] for step in steps], np.bool_),
+            "learning_rates": rates,
+            "groups": np.array(list(groups), dtype=np.str_),
         }
 
 
@@ -324,12 +316,8 @@ class RecordedSteps:
 
     def add_losses(self, block: StepLosses) -> None:
         """Keep the losses, learning rates and durations of steps in a row."""
-        stamps, began = block.stamps(), block.began
-        for stamp, loss, rates, ended in zip(stamps, block.losses, block.rates, block.ends, strict=False):
-            named = dict(zip(block.names, rates, strict=True))
-            self._log.add(stamp.global_step, loss, named, ended - began, False)
-            began = ended
-        self.last, self._unsampled = stamps[-1], None
+        self._log.add_losses(block)
+        self.last, self._unsampled = block.last, None
 
     def add(self, rows: Rows, event: NetworkMessage) -> float | None:
         """Keep the rows of a step; return its loss, or ``None`` if it was not measured."""

@@ -26,8 +26,8 @@ from ikkuna.observation.steps.forwards import Forward
 from ikkuna.observation.steps.step_tracker import StepTracker
 from ikkuna.support.torch_internals import graph_task, sequence_number
 
-_NOTHING, _CALLED, _RETURNED, _COMPUTING, _COMPUTED, _STEPPING = range(6)
-"""The events of the open step so far; a step of which nothing is wanted has no `_COMPUTING` and no `_COMPUTED`."""
+_NOTHING, _CALLED, _RETURNED, _COMPUTING, _STEPPING = range(5)
+"""The events of the open step so far; a step of which nothing is wanted has no `_COMPUTING`."""
 
 _NO_ARGUMENTS: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
 _MOST_REFUSALS = 64
@@ -59,11 +59,12 @@ class _TrackerLater:
 
 
 class _LossCall(NamedTuple):
-    """One call of the loss module: the module, the labels, and what it has returned, weakly."""
+    """One call of the loss module: module, labels, result (weakly), and whether its first argument is the output of the root."""
 
     module: nn.Module
     labels: Tensor
     output: "weakref.ref[Tensor]"
+    is_own: bool
 
 
 class IdleSteps:
@@ -130,6 +131,7 @@ class IdleSteps:
         # losses
         self._takes_losses, self._threshold = False, 0.0
         self._stop_looking: Callable[[], object] = int
+        self._output: weakref.ref[Tensor] | None = None
         self._call: _LossCall | None = None
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = _NO_ARGUMENTS
         self._loss_arguments: tuple[Any, ...] = ()
@@ -226,7 +228,9 @@ class IdleSteps:
         lap, self._lap = self._lap, None
         if lap is not None:
             self._report_counted(*lap)
-        if seen < _COMPUTED:
+        if seen >= _COMPUTING and graph_task() == -1:  # its backward has ended
+            context.parameters.note_gradients(is_later=True)
+        else:
             context.parameters.forget_gradients()
         if seen >= _CALLED:
             tracker.forward_begins(self._thread)
@@ -260,7 +264,7 @@ class IdleSteps:
 
     def _forget(self) -> None:
         """Forget the arguments of the open step."""
-        self._arguments, self._loss_arguments, self._call = _NO_ARGUMENTS, (), None
+        self._arguments, self._loss_arguments, self._call, self._output = _NO_ARGUMENTS, (), None, None
 
     def _repeat(self, forward: Forward, seen: int) -> None:
         """Record the loss of the open step as hooks would have done that."""
@@ -318,6 +322,8 @@ class IdleSteps:
             ):
                 return False
             self._seen, self._behind = _RETURNED, sequence_number()
+            if self._takes_losses and type(output) is Tensor:
+                self._output = weakref.ref(output)
             context.stopwatch.spent += perf_counter() - began
             return True
 
@@ -345,7 +351,8 @@ class IdleSteps:
             return False
         if not isinstance(args[1], Tensor) or needs_outputs(module):
             return False
-        self._call = _LossCall(module, args[1], weakref.ref(output))
+        is_own = self._output is not None and self._output() is args[0]
+        self._call = _LossCall(module, args[1], weakref.ref(output), is_own)
         if self._context.observer is not None:
             self._loss_arguments = args
         return True
@@ -355,15 +362,14 @@ class IdleSteps:
         with self._lock:
             if context.tracker is self._tracker:
                 return False
-            if not roots and self._seen == _COMPUTING:  # it has ended
-                self._seen = _COMPUTED
-                context.parameters.note_gradients()  # they may be cleared, so that the backward does not count
-                context.stopwatch.spent += perf_counter() - began
-            if not roots or self._seen == _NOTHING:  # the latter belongs to no step
+            if self._seen == _NOTHING:  # it belongs to no step
                 return True
             is_own: bool | None = None
             if self._seen >= _RETURNED and get_ident() == self._thread:
-                is_own = is_computed_in(roots, range(self._nodes, self._behind))
+                call = self._call
+                is_own = call is not None and call.is_own and len(roots) == 1 and call.output() is roots[0]
+                if not is_own:
+                    is_own = is_computed_in(roots, range(self._nodes, self._behind))
             if is_own is False:
                 return True  # another model's
             if (
@@ -394,7 +400,8 @@ class IdleSteps:
         with self._lock:
             if (
                 context.tracker is self._tracker
-                or self._seen != (_COMPUTED if self._takes_losses else _RETURNED)
+                or self._seen != (_COMPUTING if self._takes_losses else _RETURNED)
+                or graph_task() != -1
                 or self._optimizer is None
                 or self._optimizer() is not optimizer
                 or len(args) > 1
@@ -404,7 +411,6 @@ class IdleSteps:
                 or context.is_interrupted
                 or self._thread_state.subscriber_is_running
                 or context.parameters.known_owners() is not self._owners
-                or not self._trains_all()
             ):
                 return False
             size, is_plain, rates = 0, True, []
@@ -415,15 +421,20 @@ class IdleSteps:
                 size += len(group["params"])
                 rates.append(group.get("lr"))
                 is_plain = is_plain and not isinstance(rate, Tensor)
-            running, scaler = running_steps()
-            if size != self._size or len(running) != 1:
+            if size != self._size:
                 return False
+            if (
+                self._call is None
+            ):  # otherwise the backward began at what the loss module has returned, without a factor
+                running, scaler = running_steps()
+                if len(running) != 1 or (self._takes_losses and scaler is not None):
+                    return False
+                if scaler is not None or context.loss_scale.is_used:
+                    context.loss_scale.set_scaler(scaler)
             if self._takes_losses:
-                if scaler is not None or not is_plain:
+                if not is_plain:
                     return False
                 self._losses.rates.append(rates)
-            elif scaler is not None or context.loss_scale.is_used:
-                context.loss_scale.set_scaler(scaler)
             self._seen = _STEPPING
             context.stopwatch.spent += perf_counter() - began
             return True
@@ -453,7 +464,7 @@ class IdleSteps:
             context.computation.step_ended()
             now = perf_counter()
             if self._takes_losses:  # they are committed when they are delivered
-                self._call, self._arguments = None, _NO_ARGUMENTS
+                self._call, self._output, self._arguments = None, None, _NO_ARGUMENTS
                 self._losses.losses.append(self._loss)
                 self._losses.ends.append(now)
             elif run is not None:

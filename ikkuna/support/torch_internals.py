@@ -222,29 +222,24 @@ def shape_behind(node: Any, index: int = 0) -> tuple[int, ...] | None:
     return tuple(metadata[index].shape) if index < len(metadata) else None
 
 
-AroundBackward = Callable[[Sequence[Any], Sequence[Any], bool], object]
+BeforeBackward = Callable[[Sequence[Any], Sequence[Any], bool], object]
 """A function of the tensors that a backward starts from, of their gradients, and of whether it adds to those of all leaves."""
 
-_around_backward: tuple[AroundBackward, ...] = ()
+_before_backward: tuple[BeforeBackward, ...] = ()
 _run_backward: Any = None
 
 
 def _run_observed_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    is_outermost = graph_task() == -1
-    if is_outermost:
+    if graph_task() == -1:  # the outermost one
         gradients, *_, inputs = (*args, (), ()) if len(args) < 2 else args
         accumulates = kwargs.get("accumulate_grad", False) and not inputs
-        for call in _around_backward:
+        for call in _before_backward:
             call(t_outputs, gradients, accumulates)
-    try:
-        return _run_backward(t_outputs, *args, **kwargs)
-    finally:
-        for call in _around_backward if is_outermost else ():
-            call((), (), False)
+    return _run_backward(t_outputs, *args, **kwargs)
 
 
-def call_around_backward(function: AroundBackward, call: bool) -> None:
-    """Call a function at each backward, see `AroundBackward`, and with empty tuples at its end; or do so no more.
+def call_before_backward(function: BeforeBackward, call: bool) -> None:
+    """Call a function before each backward, see `BeforeBackward`, or do so no more.
 
     A backward inside another one does not count.  torch has no hook for this: what a loss has saved is freed by the time the first hook
     of a tensor runs.  So the function of torch that starts a backward is replaced while there is a function to call, as
@@ -253,20 +248,19 @@ def call_around_backward(function: AroundBackward, call: bool) -> None:
     Examples
     --------
     >>> x = torch.tensor(3.0, requires_grad=True)
-    >>> call_around_backward(print, True)
+    >>> call_before_backward(print, True)
     >>> x.backward()
     (tensor(3., requires_grad=True),) (tensor(1.),) True
-    () () False
-    >>> call_around_backward(print, False)
+    >>> call_before_backward(print, False)
     >>> x.backward()
     """
-    global _around_backward, _run_backward
-    _around_backward = (*(each for each in _around_backward if each is not function), *((function,) if call else ()))
+    global _before_backward, _run_backward
+    _before_backward = (*(each for each in _before_backward if each is not function), *((function,) if call else ()))
     current = getattr(torch.autograd, "_engine_run_backward", None)
-    if _around_backward and current is not None and current is not _run_observed_backward:
+    if _before_backward and current is not None and current is not _run_observed_backward:
         _run_backward = current
         torch.autograd._engine_run_backward = _run_observed_backward  # type: ignore[attr-defined]
-    elif not _around_backward and current is _run_observed_backward:
+    elif not _before_backward and current is _run_observed_backward:
         torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
 
 

@@ -471,7 +471,7 @@ class Losses(Item):
 
     def __init__(self, block: StepLosses, subscriptions: Sequence[Registered]) -> None:
         self._block, self._subscriptions = block, subscriptions
-        self.stamp = block.stamps()[-1]
+        self.stamp = block.last
 
     def deliver(self, bus: Delivery) -> None:
         """Deliver the losses to one subscriber after the other, then the end of the last step."""

@@ -169,9 +169,16 @@ class StepLosses:
 
     def stamps(self) -> list[Stamp]:
         """Return the stamps of the steps."""
+        return [self._stamp(i) for i in range(len(self.losses))]
+
+    @property
+    def last(self) -> Stamp:
+        """The last of the steps."""
+        return self._stamp(len(self.losses) - 1)
+
+    def _stamp(self, i: int) -> Stamp:
         assert self.first is not None
-        step, train_step, epoch = self.first.global_step, self.first.train_step, self.first.epoch
-        return [Stamp(step + i, train_step + i, epoch) for i in range(len(self.losses))]
+        return Stamp(self.first.global_step + i, self.first.train_step + i, self.first.epoch)
 
 
 class Subscriber(metaclass=_RegisteringType):

@@ -23,7 +23,7 @@ from ikkuna.observation.model.watched_model import LossFunction, is_shifted
 from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.observation.steps.forwards import Forward
 from ikkuna.support.saved_losses import LossArguments, loss_arguments, saved_loss
-from ikkuna.support.torch_internals import call_around_backward, number_of_node
+from ikkuna.support.torch_internals import call_before_backward, number_of_node
 
 _BY_SEQUENCE = ("CTCLoss",)
 _MOST_NODES_OF_LOSS = 1024  # a walk of half a millisecond
@@ -208,10 +208,10 @@ class LossHooks:
             self._stop_looking = self.look()
 
     def look(self) -> Callable[[], object]:
-        """Call `backward_starts` around each backward, until the returned function is called."""
+        """Call `backward_starts` before each backward, until the returned function is called."""
         hook = Hook(self, LossHooks.backward_starts)
-        call_around_backward(hook, True)
-        return weakref.finalize(self, call_around_backward, hook, False)
+        call_before_backward(hook, True)
+        return weakref.finalize(self, call_before_backward, hook, False)
 
     def expect_backward(self, forward: Forward, thread: int, recorded: range) -> None:
         """Let backwards that begin from now on reach a forward whose outputs have no hooks.
@@ -373,15 +373,16 @@ class LossHooks:
             self._outputs += [weakref.ref(tensor) for _, tensor in outputs]
 
     def backward_starts(self, roots: Sequence[Any], gradients: Sequence[Any], accumulates: bool) -> None:
-        """Find what a loss was computed from before its backward frees that; `roots` are empty when the backward has ended."""
+        """Find what a loss was computed from before its backward frees that."""
         self._arguments = []
-        if roots and not self.context.is_off:
+        if not self.context.is_off:
             if self.context.tracker.pass_name == TRAINING:
                 self._read_objective(roots, [x for reference in self._outputs if (x := reference()) is not None])
             self._outputs = []
         forward, thread, recorded = self._unreached
-        is_expected = roots and accumulates and forward is not None and forward.part >= 0 and thread == get_ident()
-        if is_expected and forward is not None and is_computed_in(roots, recorded):
+        if not accumulates or forward is None or forward.part < 0 or thread != get_ident():
+            return
+        if is_computed_in(roots, recorded):
             self.arm([("", root) for root in roots if isinstance(root, Tensor)], forward)
 
     def _read_objective(self, roots: Sequence[Any], outputs: list[Tensor]) -> None:

@@ -287,12 +287,18 @@ class TrackedParameters:
         """Return the identities and versions of all gradients."""
         return {key: _state(p.grad) for key, p in self._of_model.items()}
 
-    def note_gradients(self) -> None:
-        """Remember a few gradients at the end of a backward, so that it can be seen later that they were cleared."""
-        noted: dict[int, tuple[int, int] | None] = {}
-        for key, parameter in self._spread:  # without further calls, as in steps that are only counted
-            if (grad := parameter.grad) is not None:
-                noted[key] = id(grad), -1 if grad.is_inference() else grad._version
+    def note_gradients(self, is_later: bool = False) -> None:
+        """Remember a few gradients at the end of a backward, so that it can be seen later that they were cleared.
+
+        Parameters
+        ----------
+        is_later : bool
+            Whether the end of the backward, which has left gradients of all parameters, is past: those that are zero by now were cleared.
+        """
+        noted: GradientState = {}
+        for key, parameter in self._spread:
+            if (grad := parameter.grad) is not None or (is_later and parameter.requires_grad):
+                noted[key] = None if is_later and (grad is None or _is_zero(grad)) else _state(grad)
                 if len(noted) == _SENTINELS:
                     break
         self._noted = noted
