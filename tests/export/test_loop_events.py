@@ -1,4 +1,8 @@
-"""The state machine that recognises evaluation passes: as a table, and on loops that are drawn at random."""
+"""Counters of the loop against plain definitions: steps, epochs, evaluation passes, cleared gradients and seconds."""
+
+import math
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,7 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ikkuna
-from ikkuna.observation.steps.counters import LoopEvents
+from ikkuna.errors import ConfigError
+from ikkuna.metrics.messages.stamp import Stamp
+from ikkuna.observation.steps import counters as module
+from ikkuna.observation.steps.counters import LoopEvents, StepCounters, Stopwatch
 
 
 def events_of(loop):
@@ -82,3 +89,203 @@ def test_an_evaluation_of_the_loop_is_seen_at_any_step(is_right, no_gradients, t
                 model.train()
     found = [finding.step for finding in exporter.findings if finding.rule == "evaluation_in_training_mode"]
     assert found == ([] if is_right else [30])
+
+
+def state_of(loop, step=0):
+    """Return every fact of `LoopEvents` after each letter of a loop as above, which begins at a step."""
+    events = LoopEvents()
+    facts = []
+    for letter in loop:
+        events.forward(step, training=letter != "e", gradients=letter == "t")
+        step += letter == "t"
+        facts.append((events.is_evaluating, events.is_apart))
+    counts = events.in_training_mode, events.in_evaluation_mode, events.repeated, events.thrown_away
+    return counts, events.has_forwards, facts
+
+
+@pytest.mark.parametrize(
+    ("loop", "step", "counts", "last"),
+    [
+        ("", 0, (0, 0, 0, 0), None),
+        ("t", 0, (0, 0, 0, 0), (False, False)),
+        ("n", 9, (0, 0, 0, 0), (False, False)),  # 9 steps after the first are too few
+        ("n", 10, (0, 0, 0, 0), (True, True)),
+        ("nnt", 10, (1, 0, 0, 0), (False, False)),
+        ("nnt", 9, (0, 0, 0, 0), (False, False)),
+        ("nt", 10, (0, 0, 0, 0), (False, False)),
+        ("e", 9, (0, 0, 0, 0), (True, False)),
+        ("e", 10, (0, 0, 0, 0), (True, True)),
+        ("et", 10, (0, 1, 0, 0), (False, False)),
+        ("eet", 10, (0, 1, 1, 0), (False, False)),
+        ("net", 10, (0, 1, 1, 0), (False, False)),
+        ("et", 0, (0, 1, 0, 0), (False, False)),
+        ("tetet", 0, (0, 2, 0, 0), (False, False)),
+        ("eetnnt", 10, (0, 1, 1, 0), (False, False)),  # the modes of a pass are forgotten with it
+        ("nn" + "t" * 10 + "nnt", 10, (2, 0, 0, 0), (False, False)),
+        ("nn" + "t" * 9 + "nnt", 10, (1, 0, 0, 0), (False, False)),
+        ("n" + "t" * 10 + "nt", 10, (0, 0, 0, 0), (False, False)),  # forwards of two passes are not added
+    ],
+)
+def test_each_fact_about_passes_is_that_of_its_definition(loop, step, counts, last):
+    found, has_forwards, facts = state_of(loop, step)
+    assert found == counts
+    assert has_forwards is bool(loop)
+    assert (facts[-1] if facts else None) == last
+
+
+def test_a_step_without_a_forward_ends_a_pass_and_one_at_the_same_step_does_not():
+    events = LoopEvents()
+    for step in (20, 20, 21, 21, 40, 40):
+        events.forward(step, training=True, gradients=False)
+    assert (events.in_training_mode, events.is_evaluating) == (1, True)  # that of step 21 is not apart
+    events.forward(41, training=True, gradients=True)
+    assert (events.in_training_mode, events.is_evaluating) == (2, False)
+
+
+@pytest.mark.parametrize(
+    ("cleared", "count"),
+    [
+        ([], 0),
+        ([(0, 0)], 0),
+        ([(0, 0)] * 2, 1),
+        ([(0, 0)] * 3, 2),
+        ([(0, 0), (0, 1), (1, 1), (0, 0)], 0),
+        ([(-1, 0)], 1),
+    ],
+)
+def test_gradients_are_thrown_away_if_neither_step_nor_weights_have_changed(cleared, count):
+    events = LoopEvents()
+    for step, version in cleared:
+        events.gradients_cleared(step, version)
+    assert events.thrown_away == count
+
+
+@given(
+    st.lists(st.sampled_from(["step", "epoch", "open", "open?", "load"]), max_size=40), st.integers(1, 5) | st.none()
+)
+def test_steps_and_epochs_are_counted_as_in_a_list(calls, per_epoch):
+    counters, epochs, announced, opened = StepCounters(), [0], False, False  # the steps of each epoch
+    counters.set_steps_per_epoch(per_epoch)
+    for call in calls:
+        if call == "step":
+            assert counters.step_closed() == sum(epochs)
+            epochs[-1] += 1
+        elif call == "epoch":
+            counters.epoch_closed()
+            epochs.append(0)
+            announced = opened = False
+        elif call == "load":
+            loaded = StepCounters()
+            loaded.load_state_dict(counters.state_dict())
+            assert loaded.state_dict() == counters.state_dict()
+            assert loaded.stamp() == counters.stamp()
+        else:
+            assert counters.step_opened(call == "open") is not announced
+            announced, opened = True, opened or call == "open"
+        total, here, number = sum(epochs), epochs[-1], len(epochs) - 1
+        assert (counters.global_step, counters.train_step, counters.epoch) == (total, here, number)
+        assert counters.state_dict() == {"global_step": total, "train_step": here, "epoch": number}
+        assert counters.epoch_has_begun is (opened or here > 0)
+        assert counters.steps_left == (math.inf if per_epoch is None else per_epoch - here)
+        assert counters.epoch_is_full is (per_epoch is not None and here >= per_epoch)
+        for back in (-1, 0, 1, 3):
+            assert counters.stamp(back, "a") == Stamp(max(total - back, 0), max(here - back, 0), number, "a")
+        assert counters.stamp() == Stamp(total, here, number, "training")
+
+
+def test_wrong_numbers_are_refused_and_change_nothing():
+    counters = StepCounters()
+    assert not counters.epoch_has_begun
+    assert counters.step_opened()
+    assert counters.epoch_has_begun
+    counters.step_closed()
+    for steps in (0, -1, True, 1.0, "1"):
+        with pytest.raises(ConfigError, match="steps_per_epoch must be an int >= 1 or None, got"):
+            counters.set_steps_per_epoch(steps)
+    assert counters.steps_per_epoch is None
+    right = {"global_step": 0, "train_step": 0, "epoch": 0}
+    for state in ({}, {**right, "more": 0}, [], None, {**right, "epoch": -1}, {**right, "epoch": 1.0}):
+        with pytest.raises(ConfigError, match="needs what state_dict"):
+            counters.load_state_dict(state)
+    assert counters.global_step == 1
+    counters.load_state_dict(right)
+    assert counters.global_step == 0
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until its attribute `now` is set; it does not begin at 0."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    return clock
+
+
+def test_nested_pairs_are_counted_once_and_exceptions_leave_nothing_open(clock):
+    watch = Stopwatch()
+    assert (watch.spent, watch.spent_later, watch.overhead) == (0, 0, 0)
+    for call, now in (("start", 1), ("start", 2), ("stop", 4), ("stop", 8), ("start", 16), ("stop", 32)):
+        clock.now = now
+        getattr(watch, call)()
+    assert watch.spent == 7 + 16
+    watch.start()  # without its stop
+    clock.now = 64
+    watch.restart()
+    clock.now = 65
+    watch.stop()
+    assert watch.spent == 7 + 16 + 1
+
+
+def test_pairs_of_other_threads_are_added(clock):
+    watch = Stopwatch()
+    clock.now = 1.0
+    watch.start()
+    clock.now = 3.0
+
+    def other():
+        watch.start()
+        clock.now = 7.0
+        watch.stop()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert watch.spent == 4
+    watch.stop()
+    assert watch.spent == 4 + 6
+
+
+def test_laps_contain_open_pairs_and_what_was_measured_elsewhere(clock):
+    elsewhere = [0.0]
+    watch = Stopwatch(lambda: elsewhere[0])
+    clock.now = 10.0
+    assert watch.lap() is None
+    watch.start()
+    clock.now = 13.0
+    assert watch.lap() == (3, 3)
+    clock.now, elsewhere[0] = 15.0, 1.0
+    watch.stop()
+    clock.now = 20.0
+    assert watch.lap() == (7, 3)
+    watch.steps_passed(ended=30.0, spent=50.0, beside=0.0)
+    clock.now, watch.spent = 31.0, 50.25
+    assert watch.lap() == (1, 0.25)
+
+
+def test_the_overhead_is_a_share_of_the_remaining_time_without_the_first_step(clock):
+    elsewhere = [4.0]
+    watch = Stopwatch(lambda: elsewhere[0])
+    watch.spent = 1.0
+    watch.step_ended(beside=8.0)
+    assert (watch.overhead, watch.spent_later) == (0, 0)
+    clock.now, watch.spent = 110.0, 2.0
+    watch.step_ended(beside=9.0)
+    assert watch.spent_later == 2
+    assert watch.overhead == 2 / (10 - 2)
+    elsewhere[0] = 4.5
+    watch.steps_passed(ended=120.0, spent=3.0, beside=9.5)
+    assert watch.spent_later == 4
+    assert watch.overhead == 4 / (20 - 4)
+    watch.steps_passed(ended=120.0, spent=18.5, beside=9.5)
+    assert watch.overhead == 19.5 / (20 - 19.5)
+    watch.steps_passed(ended=120.0, spent=19.0, beside=9.5)
+    assert (watch.spent_later, watch.overhead) == (20, 0)  # no remaining time

@@ -23,6 +23,15 @@ EQUIVALENT = {
                 "the other way measures the same, with more checks",
             ),
         ),
+        "ikkuna/observation/steps/counters.py": (
+            ("False -> True", "self._is_apart = |False", "it is read behind a forward, which has set it"),
+            ("0.0 -> 1.0", "self._ended = |0.0", "it is read behind the end of a step, which has set it"),
+            (
+                "0.0 -> 1.0",
+                "self._spent_before = self._spent_until_end = |0.0",
+                "the difference of both is read, which is 0",
+            ),
+        ),
         "ikkuna/store/writer.py": (
             (
                 "now < self._retry_at -> now <= self._retry_at",
