@@ -2,10 +2,10 @@
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-__all__ = ["counted", "finite", "listed", "printable"]
+__all__ = ["counted", "finite", "listed", "printable", "text_table"]
 
 _CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 _MULTILINE = re.compile(f"(?![\n\t]){_CONTROLS.pattern}")
@@ -43,6 +43,20 @@ def listed(names: Collection[str], most: int = 4) -> str:
     """
     first = ", ".join([*names][:most])
     return first if len(names) <= most else f"{first} and {len(names) - most} more"
+
+
+def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table; cells are aligned to the left, and the last column is not padded.
+
+    Examples
+    --------
+    >>> text_table(("step", "loss"), [("0", "2.3")])
+    ['step  loss', '----  ----', '0     2.3']
+    """
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    ruled = (header, ["-" * width for width in widths], *rows)
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in ruled]
 
 
 def counted(number: int, noun: str) -> str:

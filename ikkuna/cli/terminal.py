@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, TextIO
 
 from ikkuna.cli import commands
-from ikkuna.printable import finite, printable
+from ikkuna.printable import finite, printable, text_table
 from ikkuna.support.console import CODES, has_colour, is_terminal
 
 _LEAST_WIDTH = 20
@@ -102,10 +102,7 @@ class Terminal:
 
     def write_table(self, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Write a table; cells are aligned to the left, and the last column is not padded."""
-        cells = [tuple(printable(str(cell)) for cell in row) for row in rows]
-        widths = [max(len(row[i]) for row in (tuple(header), *cells)) for i in range(len(header))]
-        for row in (tuple(header), tuple("-" * width for width in widths), *cells):
-            self.write("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        self.write_lines(text_table(header, [[printable(str(cell)) for cell in row] for row in rows]))
 
     def warn(self, text: str) -> None:
         """Write a warning or an error to the standard error."""

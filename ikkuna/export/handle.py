@@ -23,9 +23,9 @@ from ikkuna.export.exporter import Exporter
 from ikkuna.metrics.live_rules import RuleSubscriber
 from ikkuna.metrics.messages.kinds import EVENT_KINDS, LOGGED
 from ikkuna.metrics.subscriber.base import Subscriber
-from ikkuna.numerics.bands import unusual_rows
+from ikkuna.numerics.bands import quartiles, unusual_rows
 from ikkuna.observation.checkpoint import store_finished
-from ikkuna.printable import printable
+from ikkuna.printable import printable, text_table
 from ikkuna.store import SeriesValues, StoredRun
 from ikkuna.store.finding import Finding
 from ikkuna.store.names import Series
@@ -95,7 +95,6 @@ class FunctionMetric(Subscriber):
 
 
 _MOST = 16
-_LEVELS = (0, 25, 50, 75, 100)
 
 
 def draw_kind(run: StoredRun, kind: str, modules: Sequence[str] | None = None, pass_name: str = "training") -> "Figure":
@@ -141,11 +140,7 @@ def _quantiles(run: StoredRun, kind: str, pass_name: str) -> QuantileView:
     for row, name in zip(broken, names, strict=True):
         found = run.series(kind, name, pass_name)
         row[np.searchsorted(steps, found.steps)] = ~np.isfinite(found.values)
-    usable = ~broken.any(axis=0)
-    levels = np.full((len(_LEVELS), len(steps)), np.nan)
-    if usable.any():
-        levels[:, usable] = np.nanpercentile(values[:, usable], _LEVELS, axis=0)
-    return QuantileView(steps, levels)
+    return QuantileView(steps, np.where(broken.any(axis=0), np.nan, quartiles(np.where(broken, np.nan, values))))
 
 
 _NOT_YET = "no value is stored yet; values are there after the first sampled step"
@@ -247,11 +242,8 @@ def _printable(table: SummaryTable) -> SummaryTable:
 
 
 def _text(table: SummaryTable) -> str:
-    lines = (table.header, *table.rows)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(table.header))]
-    ruled = (table.header, tuple("-" * width for width in widths), *table.rows)
-    text = "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in ruled)
-    return f"{table.title}\n{text}" if table.title else text
+    lines = text_table(table.header, table.rows)
+    return "\n".join([table.title, *lines] if table.title else lines)
 
 
 def _html(table: SummaryTable) -> str:

@@ -154,3 +154,15 @@ def _unusual(values: NDArray[np.float64]) -> NDArray[np.float64]:
     away[np.isinf(values)] = np.inf
     found: NDArray[np.float64] = away.max(axis=1)
     return found
+
+
+def quartiles(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return minimum, quartiles and maximum of each column without NaN; ``numpy.nanpercentile`` takes far longer."""
+    if not values.size:
+        return np.empty((5, values.shape[1]))
+    ordered = np.sort(values, axis=0)  # NaN at the end
+    places = np.array([0, 0.25, 0.5, 0.75, 1])[:, None] * ((~np.isnan(values)).sum(axis=0) - 1)
+    low = np.take_along_axis(ordered, np.floor(places).astype(int), axis=0)
+    high = np.take_along_axis(ordered, np.ceil(places).astype(int), axis=0)
+    found: NDArray[np.float64] = low + (places % 1) * (high - low)
+    return found

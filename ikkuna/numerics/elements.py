@@ -227,6 +227,12 @@ def readable(x: Tensor) -> tuple[Tensor, int] | None:
     return x, implied
 
 
+def dense(x: Tensor) -> Tensor:
+    """Return `x` without its graph, and with all its elements stored if it is sparse."""
+    x = x.detach()
+    return x if x.layout is torch.strided else x.to_dense()
+
+
 def stored(x: Tensor) -> Tensor:
     """Return `x` with its elements in memory; a lazy negative and a lazy zero are copied.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.elements import CHUNK, flatten, has_float64, readable, widest_float, without_repeats
+from ikkuna.numerics.elements import CHUNK, dense, flatten, has_float64, readable, widest_float, without_repeats
 
 _DEVICE_CHUNK = 1 << 22
 _FEW = 4096
@@ -141,7 +141,7 @@ def _sum_of_products(a: Tensor, b: Tensor, subtract: bool) -> Tensor:
 
 def _aligned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return both as flat tensors with equal order of elements."""
-    reads = [readable(t.detach().to_dense() if t.layout is not torch.strided else t.detach()) for t in (a, b)]
+    reads = [readable(dense(t)) for t in (a, b)]
     left, right = (read[0] if read else torch.empty(0, device="cpu") for read in reads)
     right = right.to(left.device)
     if left.stride() == right.stride():
@@ -238,12 +238,9 @@ def angle(a: Tensor, b: Tensor) -> Tensor:
 
 def _squared_sums(a: Tensor, b: Tensor, length_a: Tensor, length_b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the squared norms of the difference and the sum of the directions of `a` and `b`."""
-    reads = [readable(t.detach().to_dense() if t.layout is not torch.strided else t.detach()) for t in (a, b)]
-    x, y = (read[0].reshape(-1) if read else torch.zeros(1, device="cpu") for read in reads)
-    size = CHUNK if x.device.type == "cpu" else 1 << 22
     minus, plus = [], []
-    for left, right in zip(torch.split(x, size), torch.split(y.to(x.device), size), strict=True):
-        u, v = (part.to(widest_float(part)) for part in (left, right))
+    for pair in zip(*map(_chunks, _aligned(a, b)), strict=True):
+        u, v = (part.to(widest_float(part)) for part in pair)
         u, v = u / length_a, v / length_b
         minus.append((u - v).square().sum())
         plus.append((u + v).square().sum())
@@ -295,8 +292,7 @@ def count_moved(weight: Tensor, update: Tensor, dtype: torch.dtype = torch.bfloa
     >>> count_moved(torch.ones(2), torch.tensor([1e-3, 1e-2])).tolist()      # in bfloat16, 1 is followed by 1.0078
     [1, 2]
     """
-    dense = [t.detach().to_dense() if t.layout is not torch.strided else t.detach() for t in (weight, update)]
-    reads = [readable(t) for t in dense]
+    reads = [readable(dense(t)) for t in (weight, update)]
     if reads[0] is None or reads[1] is None or weight.shape != update.shape:
         return torch.zeros(2, dtype=torch.int64, device="cpu")
     w, u = reads[0][0].to(dtype), reads[1][0]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.elements import readable, widest_float, without_repeats
+from ikkuna.numerics.elements import dense, readable, widest_float, without_repeats
 
 
 def unit_counters(activations: Tensor, channel_axis: int | None = None) -> Tensor:
@@ -47,12 +47,12 @@ def unit_counters(activations: Tensor, channel_axis: int | None = None) -> Tenso
             [2., 2.],
             [4., 0.]], dtype=torch.float64)
     """
-    dense = activations.detach().to_dense() if activations.layout is not torch.strided else activations.detach()
-    read = readable(dense)
-    if read is None or not dense.ndim or not dense.numel():
+    whole = dense(activations)
+    read = readable(whole)
+    if read is None or not whole.ndim or not whole.numel():
         return torch.zeros(3, 0, dtype=torch.float64, device="cpu")
-    axis = channel_axis if channel_axis is not None else (-1 if dense.ndim <= 3 else 1)
-    by_axis = read[0].movedim(axis, 0) if dense.ndim > 1 else read[0].reshape(-1, 1)
+    axis = channel_axis if channel_axis is not None else (-1 if whole.ndim <= 3 else 1)
+    by_axis = read[0].movedim(axis, 0) if whole.ndim > 1 else read[0].reshape(-1, 1)
     units = len(by_axis)
     small, times = without_repeats(
         by_axis if by_axis.stride(0) else by_axis[:1]
@@ -89,12 +89,12 @@ def active_units(activations: Tensor, channel_axis: int | None = None, positions
     >>> active_units(torch.tensor([[1.0, 0.0], [-3.0, 0.0]]))
     tensor([1., 0.], dtype=torch.float64)
     """
-    dense = activations.detach().to_dense() if activations.layout is not torch.strided else activations.detach()
-    read = readable(dense)
-    if read is None or not dense.ndim or not dense.numel():
+    whole = dense(activations)
+    read = readable(whole)
+    if read is None or not whole.ndim or not whole.numel():
         return torch.zeros(0, dtype=torch.float64, device="cpu")
-    x = read[0] if dense.ndim > 1 else read[0].reshape(-1, 1)
-    axis = (channel_axis if channel_axis is not None and dense.ndim > 1 else (-1 if x.ndim <= 3 else 1)) % x.ndim
+    x = read[0] if whole.ndim > 1 else read[0].reshape(-1, 1)
+    axis = (channel_axis if channel_axis is not None and whole.ndim > 1 else (-1 if x.ndim <= 3 else 1)) % x.ndim
     others = [i for i in range(x.ndim) if i != axis]
     for i in others:
         spacing = min(x.numel() // x.shape[axis] // positions, x.shape[i])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.elements import as_float64, readable
+from ikkuna.numerics.elements import as_float64, dense, readable
 
 
 def to_rows(activations: Tensor, pool: bool = False) -> Tensor:
@@ -34,8 +34,7 @@ def to_rows(activations: Tensor, pool: bool = False) -> Tensor:
     >>> to_rows(torch.ones(2, 3, 4, 5)).shape, to_rows(torch.ones(2, 3, 4, 5), pool=True).shape
     (torch.Size([40, 3]), torch.Size([2, 3]))
     """
-    x = activations.detach()
-    x = as_float64(x.to_dense() if x.layout is not torch.strided else x)
+    x = as_float64(dense(activations))
     if x.ndim < 2:
         return x.reshape(-1, 1)
     x = x.movedim(1, -1) if x.ndim > 3 else x
@@ -300,9 +299,9 @@ def dimension(activations: Tensor, rows: int = 128) -> Tensor:
     tensor(1., dtype=torch.float64)
     """
     unknown = torch.full((), math.nan, dtype=torch.float64, device=activations.device)
-    dense = activations.detach().to_dense() if activations.layout is not torch.strided else activations.detach()
-    read = readable(dense)
-    if read is None or dense.ndim < 2 or not dense.numel() or dense.is_complex():
+    x = dense(activations)
+    read = readable(x)
+    if read is None or x.ndim < 2 or not x.numel() or x.is_complex():
         return unknown
     chosen = _rows(read[0], rows)
     chosen = chosen if chosen.dtype is torch.float64 else chosen.float()

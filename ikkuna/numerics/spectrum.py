@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.elements import as_float64, widest_float
+from ikkuna.numerics.elements import as_float64, dense, widest_float
 
 _EXACT_STEPS = 64
 _COLD_STEPS = 32
@@ -31,8 +31,7 @@ def as_matrix(weight: Tensor) -> Tensor:
     >>> as_matrix(torch.ones(8, 3, 5, 5)).shape
     torch.Size([8, 75])
     """
-    weight = weight.detach()
-    weight = weight.to_dense() if weight.layout is not torch.strided else weight
+    weight = dense(weight)
     weight = weight.abs() if weight.is_complex() else weight
     wide = weight if weight.dtype in (torch.float32, torch.float64) else weight.float()
     return wide.flatten(1) if wide.ndim > 1 else wide.reshape(-1, 1)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ikkuna.backends.pictures.heatmap import with_missing_rows
 from ikkuna.diagnosis.findings import Findings
-from ikkuna.numerics.bands import unusual_rows
+from ikkuna.numerics.bands import quartiles, unusual_rows
 from ikkuna.report.charts import ReportChart, ReportCurve, chart_of
 from ikkuna.report.content import RunContent
 from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
@@ -186,22 +186,10 @@ def spread_chart(table: KindTable, findings: Findings) -> ReportChart | None:
     steps, values = table.steps[chosen], table.values[:, chosen]
     with np.errstate(all="ignore"):
         usable = np.isfinite(values).any(axis=0)
-        levels = _quartiles(np.where(np.isfinite(values), values, np.nan)[:, usable])
+        levels = quartiles(np.where(np.isfinite(values), values, np.nan)[:, usable])
     labels = ("minimum", "25 %", "median", "75 %", "maximum")
     curves = [ReportCurve(label, steps[usable], level) for label, level in zip(labels, levels, strict=True)]
     return chart_of(table.kind, curves, kind=table.kind, quantity=table.quantity, is_band=True, findings=findings)
-
-
-def _quartiles(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return minimum, quartiles and maximum of each column without NaN; ``numpy.nanpercentile`` takes far longer."""
-    if not values.size:
-        return np.empty((5, values.shape[1]))
-    ordered = np.sort(values, axis=0)  # NaN at the end
-    places = np.array([0, 0.25, 0.5, 0.75, 1])[:, None] * ((~np.isnan(values)).sum(axis=0) - 1)
-    low = np.take_along_axis(ordered, np.floor(places).astype(int), axis=0)
-    high = np.take_along_axis(ordered, np.ceil(places).astype(int), axis=0)
-    found: NDArray[np.float64] = low + (places % 1) * (high - low)
-    return found
 
 
 def fan_charts(run: StoredRun) -> list[ReportChart]:

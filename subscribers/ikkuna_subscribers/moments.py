@@ -12,7 +12,7 @@ from ikkuna.errors import ConfigError
 from ikkuna.export.messages import MessageBatch, NetworkMessage, Stamp
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, SharedStatisticSubscriber
 from ikkuna.numerics.elements import has_numbers, pieces, readable, without_repeats
-from ikkuna.numerics.statistics.record import Records
+from ikkuna.numerics.statistics.record import NORMS, Records
 from ikkuna.numerics.statistics.table import Values
 from ikkuna_subscribers._helpers import require_integers
 
@@ -207,14 +207,6 @@ class SparsitySubscriber(SharedStatisticSubscriber):
         return (record.sparsity,)
 
 
-_SHARED = {  # order → fields, and the property of `Record` that is the norm
-    0: (("zeros",), "l0_norm"),
-    1: (("l1",), "l1_norm"),
-    2: (("sumsq",), "l2_norm"),
-    math.inf: (("min", "max", "finite_min", "finite_max"), "linf_norm"),
-}
-
-
 class NormSubscriber(SharedStatisticSubscriber):
     r"""The p-norm of all elements of a tensor, :math:`\left(\sum_i |x_i|^p\right)^{1/p}`.
 
@@ -260,7 +252,7 @@ class NormSubscriber(SharedStatisticSubscriber):
         self.results = (f"norm{p:g}",)
         super().__init__(kind, finite_only=finite_only, **options)
         self.p = p
-        self.fields, self._property = _SHARED.get(p, ((), ""))
+        self.fields, self._property = NORMS.get(p, ((), ""))
 
     @property
     def measures(self) -> bool:

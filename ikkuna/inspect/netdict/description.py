@@ -13,6 +13,7 @@ from ikkuna.errors import ConfigError
 from ikkuna.numerics.elements import CHUNK, as_float64, flatten, readable
 from ikkuna.numerics.statistics import Record, merge, needed_fields
 from ikkuna.numerics.statistics.host import measure
+from ikkuna.numerics.statistics.record import NORMS
 from ikkuna.printable import printable
 
 _Statistic = tuple[tuple[str, ...], Callable[[Record, int], float]]
@@ -160,14 +161,6 @@ def _align(rows: list[list[str]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
-_MEASURED = {
-    0: (("zeros", "nans"), "l0_norm"),
-    1: (("l1",), "l1_norm"),
-    2: (("sumsq",), "l2_norm"),
-    math.inf: (("min", "max", "nans"), "linf_norm"),
-}
-
-
 def power_norm(tensors: Sequence[Tensor], p: float) -> float:
     r"""Return :math:`(\sum |x_i|^p)^{1/p}` over all elements of `tensors`; 0 for no elements, NaN if one is not finite.
 
@@ -180,8 +173,8 @@ def power_norm(tensors: Sequence[Tensor], p: float) -> float:
         raise ConfigError(f"the order of a norm must be positive, 0, inf or -inf, got {p}")
     if not sum(tensor.numel() for tensor in tensors):
         return 0.0
-    if p in (0, 1, 2, math.inf):
-        fields, norm = _MEASURED[p]
+    if p in NORMS:
+        fields, norm = NORMS[p]
         return float(getattr(record_of(tensors, fields), norm))
     if p == -math.inf:
         return min(float(chunk.abs().min()) for tensor in tensors for chunk in _chunks(tensor))

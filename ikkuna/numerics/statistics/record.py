@@ -30,6 +30,14 @@ _NEEDS = {"mean": (), "m2": ("mean",), "m3": ("mean", "m2"), "m4": ("mean", "m2"
 EXACT_COUNTS = "exact_counts"
 """Stands beside fields: how many elements are not finite is wanted, rather than whether there are any."""
 
+NORMS: dict[float, tuple[tuple[str, ...], str]] = {
+    0: (("zeros",), "l0_norm"),
+    1: (("l1",), "l1_norm"),
+    2: (("sumsq",), "l2_norm"),
+    math.inf: (("min", "max", "finite_min", "finite_max"), "linf_norm"),
+}
+"""The orders of the norms that are statistics: their fields, and the property of a record."""
+
 _Counts = Mapping[str, Sequence[NDArray[np.int64]]]
 _N, _NANS, _INFS = (COLUMN[name] for name in ("n", "nans", "infs"))
 _SCREENED = frozenset(("mean", "m2", "m3", "m4", "l1", "sumsq", "zeros", "nans", "infs", "finite_min", "finite_max"))
