@@ -109,3 +109,97 @@ def test_names_of_series_belong_to_the_longest_module():
     assert found == ["net.fc", "net.fc", "net.lstm", "net.lstm", None, None]
     positions = [network.position(name) for name in names[1:]]
     assert all(a < b for a, b in pairwise(positions))
+
+
+def test_modules_are_described_and_what_is_unknown_has_neutral_values():
+    entries = [
+        ModuleEntry("conv", "Conv2d", (("weight", (4, 3, 2)), ("bias", (4,)), ("late", None))),
+        ModuleEntry("norm", "BatchNorm2d", (("weight", (4,)),)),
+        ModuleEntry("fc", "Linear", (("weight", (2, 4)),)),
+    ]
+    network = Network(entries)
+    described = [
+        (
+            *(network.position(name), network.entry(name), network.class_of(name), network.shape_of(name)),
+            *(network.size_of(name), network.is_matrix(name), network.is_normalised(name)),
+        )
+        for name in ("conv", "conv.bias", "conv.late", "norm", "fc", "fc:1.0", "other")
+    ]
+    conv, norm, fc = entries
+    assert described == [
+        (0, conv, "Conv2d", (4, 3, 2), 24, True, True),
+        (0, conv, "Conv2d", (4,), 4, False, True),
+        (0, conv, "Conv2d", None, 1, True, True),
+        (1, norm, "BatchNorm2d", (4,), 4, False, False),
+        (2, fc, "Linear", (2, 4), 8, True, False),
+        (2, fc, "Linear", None, 1, True, False),
+        (3, None, "", None, 1, True, False),
+    ]
+    assert (network.named("Linear", "Conv2d"), network.named("ReLU"), Network().position("a")) == (
+        ("conv", "fc"),
+        (),
+        0,
+    )
+
+
+def test_series_are_those_of_their_kind_and_pass_in_the_order_of_the_network():
+    known = History(
+        Network([ModuleEntry("b", "Linear", (("weight", (2, 2)), ("bias", (2,)))), ModuleEntry("a", "ReLU")])
+    )
+    assert (known.begin, known.is_complete, known.step, known.curve("x"), known.now("x")) == (
+        None,
+        False,
+        -1,
+        None,
+        None,
+    )
+    assert (known.curves("x"), known.fresh("x"), known.matrices("x"), [*known.all_curves()]) == ({}, [], [], [])
+    known.add_all("x", ("a", "b.bias"), 5, (1.0, 2.0))
+    assert [name for name, _ in known.matrices("x")] == ["a"]
+    known.add_all("x", ("b", "unknown", "a"), 7, (3.0, 4.0, 5.0))
+    known.add("x", None, 3, 6.0, "testing")
+    assert (known.begin, known.is_complete, known.step) == (5, False, 7)
+    found = [
+        (kind, pass_name, name, [*curve.values], [*curve.steps]) for kind, pass_name, name, curve in known.all_curves()
+    ]
+    assert found == [
+        ("x", "training", "b", [3.0], [7]),
+        ("x", "training", "b.bias", [2.0], [5]),
+        ("x", "training", "a", [1.0, 5.0], [5, 7]),
+        ("x", "training", "unknown", [4.0], [7]),
+        ("x", "testing", None, [6.0], [3]),
+    ]
+    assert [name for name, _ in known.fresh("x")] == ["b", "a", "unknown"]
+    assert [name for name, _ in known.matrices("x")] == ["b", "a", "unknown"]
+    assert known.now("x") is known.curve("x") is known.curves("x")["b"]
+    assert (known.now("x", "testing"), known.curve("x", "testing").last) == (None, 6.0)
+    known.step = 8
+    assert (known.now("x"), known.fresh("x"), known.matrices("x")) == (None, [], [])
+    with pytest.raises(ValueError, match="zip"):
+        known.add_all("x", ("a", "b"), 8, (1.0,))
+    known.memory["rule"]["seen"] = 1
+    known.score_loss(0, 1.0)
+    known.clear()
+    assert (known.begin, known.step, known.memory, [*known.all_curves()], [*known.loss_scores]) == (
+        None,
+        -1,
+        {},
+        [],
+        [],
+    )
+    known.add("x", "b", 0, 1.0)
+    assert (known.is_complete, [name for name, _ in known.matrices("x")]) == (True, ["b"])
+
+
+def test_the_scores_of_the_last_1024_losses_are_kept():
+    known = History()
+    returned = [(step, float(step % 7), known.score_loss(step, float(step % 7))) for step in range(1030)]
+    assert [*known.loss_scores] == returned[-1024:]
+
+
+def test_a_series_without_values_has_none():
+    curve = series([])
+    assert (curve.count, curve.step, curve.tail(3), curve.points()) == (0, -1, [], ())
+    assert math.isnan(curve.last)
+    assert math.isnan(curve.median(3))
+    assert series(range(60)).points() == tuple((10 * i, i) for i in range(10, 60))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from ikkuna.numerics.statistics.table import COLUMN
 from ikkuna.observation.rows.part import HostCopy
 from ikkuna.observation.rows.plan import Demand, Site
 from ikkuna.observation.rows.recorder import Recorder
-from ikkuna.observation.rows.rows import Rows
+from ikkuna.observation.rows.rows import Rows, _are_close
 
 STAMP = Stamp(3, 1, 0)
 ACTIVATIONS, WEIGHTS, LOSS = Site("activations", "fc"), Site("weights", "fc"), Site("loss")
@@ -356,3 +357,9 @@ def test_a_tensor_without_numbers_is_left_out_and_said_once(case, way, caplog):
         "its tensors have no numbers to read; health().skipped counts such series"
     ]
     assert case.close() == {}
+
+
+@pytest.mark.parametrize("value", CLOSE := [0.0, 1.0, 1.000009, 1.00002, -1.0, 1e300, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("known", CLOSE)
+def test_two_learning_rates_are_the_same_as_in_numpy(value, known):
+    assert _are_close(value, known) == bool(np.isclose(value, known, rtol=1e-5, atol=0.0, equal_nan=True))

@@ -9,7 +9,7 @@ import torch
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.statistics import FIELDS, HISTOGRAMS, Record, needed_fields
 from ikkuna.numerics.statistics.host import HostStatistics
-from ikkuna.numerics.statistics.record import Records, record_of
+from ikkuna.numerics.statistics.record import Records, merge, record_of
 from ikkuna.numerics.statistics.table import COLUMN, row_of, rows_of
 
 PROPERTIES = (
@@ -93,3 +93,96 @@ def test_selected_records_keep_their_fields():
     finite = Records(records.table, records.fields, finite_only=True)
     assert finite.l1_norm.tolist() == [1.0, 0.0, 3.0]
     assert finite.select(np.array([1])).finite_only
+
+
+def properties_of(x, finite_only):
+    """Return the properties of an array by their definitions."""
+    f = x[np.isfinite(x)]
+    n, k = len(x), len(f)
+    is_unknown = k < n and not finite_only
+    d = f - (f.mean() if k else 0.0)
+    m2, m3, m4 = (float((d**power).sum()) for power in (2, 3, 4))
+    of_all = {
+        "n": n,
+        "count": k,
+        "nonfinite": n - k,
+        "zeros": int((x == 0).sum()),
+        "nans": int(np.isnan(x).sum()),
+        "infs": int(np.isinf(x).sum()),
+        "sparsity": (x == 0).sum() / n if n else math.nan,
+        "min": x.min() if n else math.nan,
+        "max": x.max() if n else math.nan,
+        "finite_min": f.min() if k else math.nan,
+        "finite_max": f.max() if k else math.nan,
+    }
+    screened = {
+        "mean": f.mean() if k else math.nan,
+        "skewness": k**0.5 * m3 / m2**1.5 if m2 > 0 else math.nan,
+        "kurtosis": k * m4 / m2**2 - 3 if m2 > 0 else math.nan,
+        "l0_norm": (f != 0).sum(),
+        "l1_norm": abs(f).sum(),
+        "l2_norm": (f * f).sum() ** 0.5,
+        "linf_norm": abs(f).max() if k else math.nan,
+        "rms": (f * f).mean() ** 0.5 if k else math.nan,
+        "variance": m2 / k if k else math.nan,
+        "variance of a sample": m2 / (k - 1) if k > 1 else math.nan,
+    }
+    return of_all | {name: math.nan if is_unknown else value for name, value in screened.items()}
+
+
+@pytest.mark.parametrize("finite_only", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
+def test_each_property_is_that_of_its_definition(finite_only, alone):
+    """The first tensors are finite, so that no column needs to be screened, unless the others are in the same table."""
+    tensors = [*([3.0, -4.0, 0.0], [1.5], [2.0, 2.0], [0.0, 0.0], [-0.1, -0.2, -0.7, 3.0], [0.25, 0.5, 0.75]), []]
+    tensors += [] if alone else TENSORS[7:]
+    fields = needed_fields(set(FIELDS) - HISTOGRAMS)
+    statistics = table_of(tensors, fields)
+    records = Records(statistics.values[: len(tensors)], fields, finite_only)
+    assert records.is_finite is alone
+    for i, values in enumerate(tensors):
+        own = records[i]
+        for name, value in properties_of(np.array(values), finite_only).items():
+            if name.startswith("variance"):
+                correction = int(name != "variance")
+                found = [records.variance(correction)[i], own.variance(correction)]
+            else:
+                found = [getattr(records, name)[i], getattr(own, name)]
+            assert found == pytest.approx([value] * 2, nan_ok=True), (name, values)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.5, 3.0, math.nan, math.inf, -math.inf])
+def test_the_record_of_a_number_is_that_of_a_tensor_with_it(value):
+    fields = needed_fields(set(FIELDS) - HISTOGRAMS)
+    measured, record = table_of([[value]], fields).record(0, fields), Record.of(value)
+    assert record.fields == measured.fields == fields
+    for name in PROPERTIES:
+        np.testing.assert_equal(getattr(record, name), getattr(measured, name), err_msg=name)
+
+
+def test_selected_records_keep_their_codes_and_ranks():
+    codes, ranks = [np.array([i]) for i in range(3)], [[row_of(float(i)), None] for i in range(3)]
+    records = Records(rows_of(np.arange(3.0)), frozenset((*COLUMN, "codes")), counts={"codes": codes}, ranks=ranks)
+    chosen = records.select(np.array([2, 0]))
+    assert len(chosen) == 2
+    assert [each.tolist() for each in chosen.codes] == [[2], [0]]
+    assert [chosen[i].codes.tolist() for i in range(2)] == [[2], [0]]
+    assert [chosen[i].ranks for i in range(2)] == [(Record.of(2.0), None), (Record.of(0.0), None)]
+    assert records.select(np.array([], int)).codes == []
+    with pytest.raises(ConfigError, match="'sampled_codes' was not measured"):
+        _ = records.sampled_codes
+
+
+def test_a_merge_needs_elements_and_keeps_the_common_fields():
+    assert merge() == Record()
+    assert merge(empty := Record(m2=1.0), Record()) is empty
+    assert merge(Record(), some := Record(n=1, l1=2.0), Record()) is some
+    merged = merge(Record(n=1, l1=2.0, zeros=0, finite_only=True), Record(n=2, l1=3.0), Record(zeros=5))
+    assert merged == Record(n=3, l1=5.0, finite_only=True)
+    parts = [np.array([1.0, math.nan]), np.array([math.inf, -3.0, 0.0]), np.array([math.nan])]
+    fields = needed_fields(set(FIELDS) - HISTOGRAMS)
+    table = table_of([*parts, np.concatenate(parts)], fields)
+    *records, whole = (table.record(i, fields) for i in range(4))
+    found = merge(*records)
+    for name in PROPERTIES:
+        np.testing.assert_allclose(getattr(found, name), getattr(whole, name), err_msg=name)
