@@ -178,7 +178,7 @@ class IdleSteps:
             return False
         if context.model.stages or len(self._bus.queue) or self._logged.is_waiting:
             return False
-        if self._bus.is_wanted("batch_started"):
+        if "batch_started" in self._bus.by_kind:
             return False
         if (number := self._tracker.only_optimizer) is None or not self._trains_all():
             return False

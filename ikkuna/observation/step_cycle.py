@@ -205,11 +205,12 @@ class ReplacedModules:
         The hooks of a compiled model cannot change inside a step, because its graph runs then.
         """
         context = self._context
+        parameters = context.parameters
         try:
-            if context.parameters.modules_have_changed() and not (inside_step and context.model.is_compiled):
+            if parameters.modules_have_changed() and not (inside_step and context.model.is_compiled):
                 self._follow_modules()
-            else:
-                context.parameters.refresh()
+            elif parameters.held.have_changed():
+                parameters.refresh()
         except Exception as error:  # of the user's filter of modules, for example
             context.error_guard.report_internal("finding the modules that were replaced", error)
 
@@ -302,10 +303,11 @@ class StepCycle:
 
     def _open(self, opened: Opened) -> None:
         stamp, recorder = opened.stamp, self._context.recorder
-        self._validation.end()
+        if self._validation.is_open or self._context.events.repeated > 1:
+            self._validation.end()
         if opened.starts_epoch:
             self._bus.queue.append(Event(NetworkMessage(stamp, "epoch_started")))
-        if self._bus.is_wanted("batch_started"):
+        if "batch_started" in self._bus.by_kind:
             self._bus.queue.append(Event(NetworkMessage(stamp, "batch_started")))
         if not opened.is_carried or recorder.rows is None:
             if recorder.rows is not None:  # an exception has kept them from being closed
@@ -323,7 +325,8 @@ class StepCycle:
         """Begin to record a step, or another pass."""
         context = self._context
         self._exchange.step_opened(stamp)
-        context.model.find_stages()
+        if not context.model.knows_stages:
+            context.model.find_stages()
         context.replicas = self._exchange.replicas
         context.recorder.open(stamp, self._plans.of(stamp))
         if context.recorder.plan.parameters:
@@ -360,15 +363,17 @@ class StepCycle:
         self._logged.step_ends(closed.stamp.global_step)
         step = None
         if context.recorder.rows is not None:
-            self._missing_loss.step_ended(self.steps)
+            if context.recorder.plan.of_loss:
+                self._missing_loss.step_ended(self.steps)
             bus.queue.append(step := self._finished(closed, report, lap))
         else:
             self._pass_over(closed)
         plan = None if closed.carried else self.prepare_next()
-        self._plans.follow_control_file()
+        if (run := bus.run) is not None and run.control.request is not None:
+            self._plans.follow_control_file()
         if step is not None and bus.calls_model and not self._exchange.is_shared:
             step.evaluate(bus)
-        bus.drain(wait=self._exchange.must_wait(closed.stamp))
+        bus.drain(wait=self._exchange.is_shared and self._exchange.must_wait(closed.stamp))
         run = bus.run
         context.stopwatch.step_ended(0.0 if run is None else run.drawing_seconds)
         if plan is not None and plan.needs_losses_alone:
@@ -448,8 +453,9 @@ class StepCycle:
         plan = self._plans.of_next_step()
         if plan.takes_data and context.model.is_compiled:
             self._replaced.follow()
-        modules.keep_for(plan)
-        modules.set_sampled(plan)
+        if modules.sampled_for is not plan or modules.installed_for is not plan:
+            modules.keep_for(plan)
+            modules.set_sampled(plan)
         if context.tracker.is_rootless:
             modules.install(plan)  # no call of a root will announce the next step
         return plan

@@ -41,6 +41,11 @@ class Validation:
         self._recorder = recorder
         self._is_settled = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a pass is recorded that has not ended."""
+        return self._recorder.rows is not None
+
     def recorder(self, loss: bool = True) -> Recorder:
         """Return the recorder of the pass, which begins if it has not; `loss` is whether it records one."""
         self._is_settled = self._is_settled or loss

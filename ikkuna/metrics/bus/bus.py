@@ -237,7 +237,7 @@ class MessageBus(Delivery):
         self.registered = registered
         self.calls_model = any(r.subscriber.needs_model for r in registered)
         kinds = dict.fromkeys(kind for r in registered for kind in r.kinds)
-        self._by_kind = {kind: tuple(r for r in registered if kind in r.kinds) for kind in kinds}
+        self.by_kind = {kind: tuple(r for r in registered if kind in r.kinds) for kind in kinds}
         self._demand_changed()
 
     def _demand_changed(self) -> None:

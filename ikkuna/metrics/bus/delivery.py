@@ -91,6 +91,8 @@ class Delivery:
         The open run; ``None`` before the first value.
     queue : deque of Item
         Events and measurements of steps, which are delivered in order, each as soon as it and all earlier ones have arrived.
+    by_kind : dict
+        The subscribers that take messages of a kind.
     late : list of Item
         Parts of the item that is being delivered, which are delivered later, before the items that follow.
     step : tuple
@@ -109,7 +111,7 @@ class Delivery:
         self._begun: Item | None = None
         self._is_held = False
         self._interruptions = 0
-        self._by_kind: dict[str, tuple[Registered, ...]] = {}
+        self.by_kind: dict[str, tuple[Registered, ...]] = {}
         self.run: Run | None = None
         self.step = _NO_STEP
         self.expected: dict[Registered, list[MessageBatch]] = {}
@@ -118,10 +120,6 @@ class Delivery:
     def open_run(self) -> Run | None:
         """Return the open run, and open one if there is none; ``None`` if another rank writes the run."""
         raise NotImplementedError
-
-    def is_wanted(self, kind: str) -> bool:
-        """Return whether a subscriber takes messages of this kind."""
-        return kind in self._by_kind
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -205,7 +203,7 @@ class Delivery:
         self, messages: Message | MessageBatch, early: Mapping[Registered, Sequence[Result | Later]] = _NONE
     ) -> None:
         """Keep an event or results for the subscribers of their kind, see :meth:`publish`."""
-        if (takers := self._by_kind.get(messages.kind)) is None:
+        if (takers := self.by_kind.get(messages.kind)) is None:
             return
         batch = messages if isinstance(messages, MessageBatch) else MessageBatch.of(messages)
         stamp, sampled = self.step
@@ -270,7 +268,7 @@ class Delivery:
             if (kept := self.added.get((registered.targets, step))) is None:
                 kept = self.added[registered.targets, step] = registered.subscriber.backends, []
             kept[1].append((result.method, result.arguments, registered))
-            if result.names is not None and (kind := result.arguments[0].kind) in self._by_kind:
+            if result.names is not None and (kind := result.arguments[0].kind) in self.by_kind:
                 self.expect(MessageBatch(result.stamp, kind, result.names, data=result.arguments[1]))
 
     def settle(self) -> None:
@@ -297,7 +295,7 @@ class Delivery:
     def evaluate_early(self, message: Message, into: _Early) -> None:
         """Let subscribers that evaluate the model handle an event now, and keep their results until the event is delivered."""
         batch = MessageBatch.of(message)
-        for registered in self._by_kind.get(message.kind, ()):
+        for registered in self.by_kind.get(message.kind, ()):
             takes_events = _EVENTS.issuperset(registered.kinds) and not registered.subscription.is_joined
             if registered.subscriber.needs_model and takes_events and registered.select(batch) is not None:
                 with self.hold(), np.errstate(all="ignore"):
@@ -393,7 +391,7 @@ class Finished(Item):
                         bus.deliver_step(registered, results, rows.step(registered))
                     else:
                         bus.deliver(registered, *results, *rows.batches(registered))
-            if event is not None and event.kind in bus._by_kind:
+            if event is not None and event.kind in bus.by_kind:
                 bus.expect(event, _NONE if rows.skipped else self.early)
             if bus.expected:
                 bus.deliver_expected()

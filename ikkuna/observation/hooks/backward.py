@@ -73,14 +73,13 @@ class BackwardHooks:
 
     def output_reached(self, forward: Forward, grad: Tensor) -> None:
         """Handle the gradient of an output of a forward."""
-        if not self.context.is_off:
-            self.reach(forward)
-            if (objective := self._loss.objective) is not None:
-                objective.output_gradient(grad)
+        self.reach(forward)
+        if (objective := self._loss.objective) is not None:
+            objective.output_gradient(grad)
 
     def reach(self, forward: Forward) -> int:
         """Report that the running backward has reached a forward; return the part to which gradients are recorded, or -1."""
-        running = self._running.get(graph_task()) or self._current()
+        running = self._running.get(task := graph_task()) or self._begin(task)
         kind = running.kind
         if kind is Backward.PASSES_BY:
             return -1
@@ -88,21 +87,17 @@ class BackwardHooks:
             running.forwards.append(forward)
             if kind is not Backward.CHECKPOINTED:
                 captured = kind is Backward.CAPTURES
-                self.context.apply(self.context.tracker.backward_reached(forward, captured))
+                if decisions := self.context.tracker.backward_reached(forward, captured):
+                    self.context.apply(decisions)
             if len(running.forwards) == 1:
                 self._loss.backward_begins(_part(kind, forward))
-        return _part(kind, forward)
+        return forward.part if kind is Backward.ACCUMULATES else forward.provisional_part
 
     def reach_latest(self) -> int | None:
         """Report that the running backward has reached the forward that it reached last, or else the latest one."""
-        reached = self._current().forwards
+        reached = (self._running.get(task := graph_task()) or self._begin(task)).forwards
         forward = reached[-1] if reached else self.context.tracker.latest
         return None if forward is None else self.reach(forward)
-
-    def _current(self) -> _Running:
-        task = graph_task()
-        running = self._running.get(task)
-        return running if running is not None else self._begin(task)
 
     def _begin(self, task: int) -> _Running:
         parameters = self.context.parameters
@@ -123,7 +118,8 @@ class BackwardHooks:
         """Report gradients that were cleared since the last backward; during another pass the open step waits."""
         context = self.context
         if context.tracker.pass_name == TRAINING and (
-            context.parameters.gradients_cleared() or (self._running and self._was_undone())
+            (context.parameters.noted is not None and context.parameters.gradients_cleared())
+            or (self._running and self._was_undone())
         ):
             context.parameters.forget_gradients()
             context.apply(context.tracker.gradients_cleared())
@@ -151,7 +147,7 @@ class BackwardHooks:
 
     def step_ended(self) -> None:
         """Forget the gradients of the step, and backwards that have raised."""
-        self.context.parameters.forget_gradients()
+        self.context.parameters.noted = None
         if graph_task() == -1:
             self._running.clear()
 

@@ -424,6 +424,8 @@ class NativePath:
     ----------
     close : callable
         Ends both permits.
+    threads : tuple of memoryview
+        See `Permits`.
     seconds : callable
         Returns the time that native functions have taken.
     """
@@ -433,7 +435,7 @@ class NativePath:
         self._functions = hook_functions(recorder.kernels)
         self._wanted_rows = WantedRows(recorder.index)
         self._permits = Permits()
-        self.close = self._permits.close
+        self.close, self.threads = self._permits.close, self._permits.threads
         self.seconds = self._permits.seconds
         self._plan = weakref.ref(NOTHING_PLANNED)
         self._wanted = self._wanted_rows.of(NOTHING_PLANNED)

@@ -85,6 +85,16 @@ class _Guard:
             self._handle.remove()
 
 
+class _FastPathHook(Hook):
+    """A hook that is called whether anything is recorded or not."""
+
+    __slots__ = ()
+
+    def resumes(self, context: Any) -> bool:
+        """Return ``True``."""
+        return True
+
+
 class FastPathHooks:
     """Puts ikkuna's hooks in a transformer layer aside while the layer runs in evaluation mode.
 
@@ -124,7 +134,7 @@ class FastPathHooks:
             return None
         guard = self._guards.get(id(layer))
         if guard is None or not guard.count:
-            handle = layer.register_forward_pre_hook(Hook(self, FastPathHooks.layer_begins), with_kwargs=True)
+            handle = layer.register_forward_pre_hook(_FastPathHook(self, FastPathHooks.layer_begins), with_kwargs=True)
             guard = self._guards[id(layer)] = _Guard(handle)
         guard.count += 1
         return guard
@@ -161,8 +171,8 @@ class FastPathHooks:
             self.finish()
         call = _Call(layer, kwargs)
         self.calls.append(call)
-        before = register_module_forward_pre_hook(Hook(self, FastPathHooks.module_begins, call))
-        after = register_module_forward_hook(Hook(self, FastPathHooks.module_ends, call), always_call=True)
+        before = register_module_forward_pre_hook(_FastPathHook(self, FastPathHooks.module_begins, call))
+        after = register_module_forward_hook(_FastPathHook(self, FastPathHooks.module_ends, call), always_call=True)
         call.remove = remove_all([before, after])
 
     def module_begins(self, call: _Call, module: nn.Module, args: tuple[Any, ...]) -> None:

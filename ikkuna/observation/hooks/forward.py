@@ -1,7 +1,7 @@
 """Handles the calls of roots and of observed modules."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -21,23 +21,15 @@ from ikkuna.observation.hooks.context import (
     running_steps,
 )
 from ikkuna.observation.hooks.gradients import LayerGradientHooks
-from ikkuna.observation.hooks.hook import in_backward
 from ikkuna.observation.hooks.loss import LossHooks
 from ikkuna.observation.hooks.nested_tensors import Leaves, batch_sizes, leaves, received, with_batch_sizes
 from ikkuna.observation.steps.forwards import Forward
 from ikkuna.observation.steps.step_tracker import State
 from ikkuna.printable import listed
+from ikkuna.support.torch_internals import graph_task
 
 _MANY = 100  # forwards without a step: more than a step usually accumulates
 _FEW = 20  # a gradient scaler may skip as many steps before it has found its scale
-
-
-def _ignore(is_compiled: bool) -> None:
-    """Do nothing."""
-
-
-def _do_nothing() -> None:
-    """Do nothing."""
 
 
 def _without_native_function(module: nn.Module, sites: ObservedSites) -> None:
@@ -59,9 +51,9 @@ class ForwardHooks:
 
     Attributes
     ----------
-    root_begins_call : callable
+    root_begins_call : callable, optional
         Called at the beginning of each call of a root, with whether it is that of a compiled graph.
-    root_has_begun : callable
+    root_has_begun : callable, optional
         Called when the call of a root has been reported.
     native_function : callable
         Returns the native function of the hook of a module with these sites, or ``None``.
@@ -74,8 +66,8 @@ class ForwardHooks:
         self._backward = backward
         self._gradients = gradients
         self._loss = loss
-        self.root_begins_call: Callable[[bool], None] = _ignore
-        self.root_has_begun: Callable[[], None] = _do_nothing
+        self.root_begins_call: Callable[[bool], None] | None = None
+        self.root_has_begun: Callable[[], None] | None = None
         self.native_function: Callable[[nn.Module, ObservedSites], Function | None] = _without_native_function
         self._warned = False
 
@@ -87,28 +79,41 @@ class ForwardHooks:
         A recomputation in a backward counts only in a reentrant checkpoint around the root, whose first forward has no gradients.
         """
         context = self.context
-        if context.is_off and not context.resumes(running=1):
-            return
         tracker, thread = context.tracker, get_ident()
-        if in_backward() and (tracker.latest is not None or not in_reentrant_checkpoint()):
+        if graph_task() != -1 and (tracker.latest is not None or not in_reentrant_checkpoint()):
             return
-        self.root_begins_call(False)
+        if self.root_begins_call is not None:
+            self.root_begins_call(False)
         # the count includes this call
-        depth = count_running_calls(context.model.callable) - 1 if tracker.calls.of(thread) else None
-        if id(module) in context.model.stages and in_dry_run():
+        calls, stages = tracker.calls.of(thread), context.model.stages
+        depth = count_running_calls(context.model.callable) - 1 if calls else None
+        is_dry = bool(stages) and id(module) in stages and in_dry_run()
+        if is_dry:
             tracker.forward_begins(thread, depth=depth, is_dry=True)
+        else:
+            self.forward_begins(thread, module.training, torch.is_grad_enabled(), not depth, depth)
+        if self.root_has_begun is not None:
             self.root_has_begun()
-            return
-        self.forward_begins(thread, module.training, torch.is_grad_enabled(), depth)
-        self.root_has_begun()
-        calls = tracker.calls.of(thread)
-        if len(calls) == 1 and (forward := calls[0]) is not None and context.model.takes_input(module):
-            self._record_all("input_data", (args, kwargs) if kwargs else args, forward)
+        if not is_dry:
+            self._root_has_begun(module, args, kwargs, calls)
+
+    def _root_has_begun(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any], calls: Sequence[Forward | None]
+    ) -> None:
+        """Record what a root is called with, in a call that was reported."""
+        context, stages = self.context, self.context.model.stages
+        if (
+            len(calls) == 1
+            and (forward := calls[0]) is not None
+            and not (stages and not context.model.takes_input(module))
+        ):
+            if "input_data" in context.recorder.plan.kinds:
+                self._record_all("input_data", (args, kwargs) if kwargs else args, forward)
             if (objective := self._loss.objective) is not None:
                 objective.model_called(args, kwargs)
-            if context.observer is not None and tracker.pass_name == TRAINING:
+            if context.observer is not None and context.tracker.pass_name == TRAINING:
                 context.observer.model_called(args, kwargs)
-        elif calls == [None] and context.events.is_apart and tracker.pass_name == TRAINING:
+        elif calls == [None] and context.events.is_apart and context.tracker.pass_name == TRAINING:
             self._record_evaluated(args, kwargs)
         if calls and calls[0] is not None:
             context.native.permit_outputs(context.recorder, calls[0])
@@ -121,22 +126,32 @@ class ForwardHooks:
                 recorder.receive(site, tensor, path)
 
     def forward_begins(
-        self, thread: int, training: bool, gradients: bool, depth: int | None = None, is_compiled: bool = False
+        self,
+        thread: int,
+        training: bool,
+        gradients: bool,
+        is_outermost: bool,
+        depth: int | None = None,
+        is_compiled: bool = False,
     ) -> None:
         """Report the beginning of a forward; a compiled graph in evaluation mode measures nothing, so it never counts."""
         context = self.context
         tracker = context.tracker
         counted = gradients and (training or not is_compiled)
-        if depth == 0 or not tracker.calls.of(thread):
-            self._report_cleared(training, counted)
+        if is_outermost:
+            if tracker.counts(training, counted):
+                self._backward.report_cleared()
             if tracker.pass_name == TRAINING:
                 context.events.forward(tracker.counters.global_step, training, gradients)
         decisions = tracker.forward_begins(
-            thread, training, counted, depth=depth, running=self._running(), is_compiled=is_compiled
+            *(thread, training, counted),
+            depth=depth,
+            running=self._running() if tracker.state is State.STEPPING else (),
+            is_compiled=is_compiled,
         )
         if decisions:
             context.apply(decisions)
-        if tracker.forwards_without_step == _MANY:
+        if not tracker.counters.global_step and tracker.forwards_without_step == _MANY:
             self.report_missing_steps()
 
     def report_missing_steps(self) -> None:
@@ -173,36 +188,31 @@ class ForwardHooks:
             return f"The optimizers that exist have parameters of other models or of a copy: {listed(others)}."
         return "No optimizer of torch.optim exists."
 
-    def _report_cleared(self, training: bool, gradients: bool) -> None:
-        if self.context.tracker.counts(training, gradients):
-            self._backward.report_cleared()
-
     def _running(self) -> list[int]:
         """Return the numbers of the optimizers that step on this thread."""
-        if self.context.tracker.state is not State.STEPPING:
-            return []
         return [self.context.parameters.number(optimizer) for optimizer in running_steps()[0]]
 
     def root_ends(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Handle the end of a root's call; `output` is ``None`` if the call has raised."""
-        context = self.context
-        if context.is_off or not context.tracker.calls.of(thread := get_ident()):
+        context, thread = self.context, get_ident()
+        if not (calls := context.tracker.calls.of(thread)):
             return
-        if in_backward() and not in_reentrant_checkpoint():
+        if graph_task() != -1 and not in_reentrant_checkpoint():
             return
         if (forward := context.tracker.forward_ends(thread)) is None:
-            if not context.tracker.calls.of(thread):
+            if not calls:
                 self._loss.root_ended(module, kwargs, output, None)
             return
-        if context.model.returns_output(module):
-            self._record_all("network_output", output, forward)
+        if not context.model.stages or context.model.returns_output(module):
+            if "network_output" in context.recorder.plan.kinds:
+                self._record_all("network_output", output, forward)
             self._loss.root_ended(module, kwargs, output, forward)
         if context.recorder.plan.counts_forwards and torch.is_grad_enabled():
             self._backward.arm(leaves(output), forward)
 
     def _record_all(self, kind: str, value: Any, forward: Forward) -> None:
         recorder = self.context.recorder
-        if recorder.rows is not None and kind in recorder.plan.kinds:
+        if recorder.rows is not None:
             site = self.context.sites(kind)
             for path, tensor in leaves(value):
                 recorder.receive(site, tensor, path, part=forward.part)
@@ -212,18 +222,17 @@ class ForwardHooks:
     def module_called(self, sites: ObservedSites, module: nn.Module, args: Any, output: Any) -> None:
         """Record what one call of a module receives and returns, and register hooks for the gradients of its outputs."""
         context = self.context
-        if context.is_off and not (context.tracker.is_rootless and context.resumes()):
-            return
         tracker, thread = context.tracker, get_ident()
         if calls := tracker.calls.of(thread):
             forward, is_recomputed = calls[0], False
-        elif in_backward():
+        elif graph_task() != -1:
             forward, is_recomputed = tracker.latest, True
         else:
             forward, is_recomputed = self.part_called(thread, module.training, output), False
         if forward is None or context.recorder.rows is None:  # hooks stay registered between steps
             return
-        outputs, sizes = leaves(output), batch_sizes(output)
+        is_one = isinstance(output, Tensor)
+        outputs, sizes = ([("", output)], None) if is_one else (leaves(output), batch_sizes(output))
         if not is_recomputed:
             self._record_call(sites, args, outputs, sizes, forward.part)
         if sites.gradients is not None:
@@ -237,11 +246,10 @@ class ForwardHooks:
         tracker, gradients = context.tracker, torch.is_grad_enabled()
         if context.model.is_compiled:
             return tracker.calls.last(thread)
-        if tracker.is_rootless:
-            self._report_cleared(training, gradients)
-        forward, decisions = tracker.part_called(
-            thread, training, gradients, self._running(), context.computation.is_new()
-        )
+        if tracker.is_rootless and tracker.counts(training, gradients):
+            self._backward.report_cleared()
+        running = self._running() if tracker.state is State.STEPPING else ()
+        forward, decisions = tracker.part_called(thread, training, gradients, running, context.computation.is_new())
         if decisions:
             context.apply(decisions)
         if forward is not None and gradients and self.context.recorder.plan.counts_forwards:
@@ -255,7 +263,8 @@ class ForwardHooks:
                 receive(sites.inputs, tensor, path, part=part)
         if sites.outputs is not None:
             for path, tensor in outputs:
-                receive(sites.outputs, tensor if path else with_batch_sizes(tensor, sizes), path, part=part)
+                own = sizes if not path else None
+                receive(sites.outputs, tensor if own is None else with_batch_sizes(tensor, own), path, part=part)
 
 
 def _used_scalers() -> list[torch.amp.GradScaler]:

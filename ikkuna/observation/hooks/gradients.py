@@ -47,13 +47,18 @@ class LayerGradientHooks:
     context : HookContext
     backward : BackwardHooks
         Recognises which backward is running.
+
+    Attributes
+    ----------
+    lasting : list
+        The handles of hooks that would outlive a backward.
     """
 
     def __init__(self, context: HookContext, backward: BackwardHooks) -> None:
         self.context = context
         self._backward = backward
         self._hooks: dict[tuple[Site, str], OutputHooks] = {}
-        self._lasting: list[Any] = []
+        self.lasting: list[Any] = []
 
     def of(self, site: Site, path: str = "") -> OutputHooks:
         """Return the hooks of an output."""
@@ -70,11 +75,11 @@ class LayerGradientHooks:
                 if base is None:
                     handle = output.register_hook(hook)
                     if output.is_leaf:
-                        self._lasting.append(handle)
+                        self.lasting.append(handle)
                 elif _owns_base(module) and base.requires_grad and base.numel() == output.numel() and not base.is_leaf:
                     base.register_hook(_OfView(output, hook).of_base)
                 else:
-                    self._lasting += _register_on_view(output, base, hook, outputs)
+                    self.lasting += _register_on_view(output, base, hook, outputs)
 
     def _hook(self, site: Site, path: str, sizes: Tensor | None, forward: Forward) -> tuple[Hook, object]:
         """Return the hook of an output, and what native functions register in its place."""
@@ -93,7 +98,7 @@ class LayerGradientHooks:
         """Record a gradient."""
         context = self.context
         recorder = context.recorder
-        if recorder.rows is None or context.is_off:
+        if recorder.rows is None:
             return
         part = self._backward.reach(forward)
         if context.loss_scale.is_used:
@@ -106,7 +111,7 @@ class LayerGradientHooks:
 
     def step_ended(self) -> None:
         """Remove the hooks that would outlive a backward."""
-        lasting, self._lasting = self._lasting, []
+        lasting, self.lasting = self.lasting, []
         for handle in lasting:
             handle.remove()
 
@@ -177,20 +182,24 @@ class MicroGradientHooks:
     context : HookContext
     table : ParameterTable
         Knows of which parameters a plan wants them.
+
+    Attributes
+    ----------
+    is_used : bool
+        Whether hooks are registered for this step.
     """
 
     def __init__(self, context: HookContext, table: ParameterTable) -> None:
         self.context = context
         self._table = table
+        self.is_used = False
         self._hooked: list[tuple[Any, Any]] = []  # nodes and handles; a node has hooks only as long as it lives
         self._kept: object = None
         self._hooks: dict[Key, tuple[Hook, object]] = {}  # a node that lives on has one hook for all plans
 
     def step_opened(self) -> None:
         """Register hooks for the parameters whose micro-batch gradients a subscriber wants."""
-        context = self.context
-        if not context.recorder.plan.micro_gradients:
-            return
+        context, self.is_used = self.context, True
         listed, others = self._table.prepared(_MICRO_GRADIENTS, self._wanted)
         if listed:
             tensors: list[Tensor] = [each.parameter for each in listed]
@@ -221,7 +230,7 @@ class MicroGradientHooks:
     def gradient_computed(self, site: Site, path: str, grads: tuple[Tensor | None, ...]) -> None:
         """Record a gradient that is about to be added."""
         context = self.context
-        if (grad := grads[0]) is None or context.recorder.rows is None or context.is_off:
+        if (grad := grads[0]) is None or context.recorder.rows is None:
             return
         if context.tracker.pass_name == TRAINING:
             if context.loss_scale.is_used:
@@ -232,6 +241,7 @@ class MicroGradientHooks:
 
     def step_ended(self) -> None:
         """Remove the hooks."""
+        self.is_used = False
         hooked, self._hooked, self._kept = self._hooked, [], None
         for _, handle in hooked:
             handle.remove()

@@ -47,6 +47,7 @@ class Hook:
     are handled by the context.  A copied or unpickled hook has no owner and does nothing.  Inside ``torch.func`` transforms
     and tracers, and while a CUDA graph is captured, a hook does nothing.
     The permits of native functions end first, because this hook may change what they depend on.
+    While nothing is recorded, see `HookContext.is_off`, the function is not called, unless :meth:`resumes` returns true.
     Inside a graph that is being compiled it calls :meth:`leave_in_graph`.
 
     This is one function with direct calls, because it runs between two kernels of the user's model that have emptied
@@ -90,7 +91,12 @@ class Hook:
                 local.depth += 1
                 if local.depth == 1:
                     local.since = time.perf_counter()
-                context.native.close()
+                first, second, third = context.native.threads  # as `close` does
+                first[0] = second[0] = third[0] = 0
+                if (
+                    context._is_paused or context.is_interrupted or context.error_guard.thread.subscriber_is_running
+                ) and not self.resumes(context):  # as `HookContext.is_off` does
+                    return
                 self.function(owner, *self.bound, *args)
             finally:
                 local.depth -= 1
@@ -98,6 +104,10 @@ class Hook:
                     stopwatch.spent += time.perf_counter() - local.since
         except BaseException as error:
             context.handle(self.function.__name__, error)
+
+    def resumes(self, context: Any) -> bool:
+        """Return whether the function is called although nothing is recorded now; by default it is not."""
+        return False
 
     def leave_in_graph(self, *args: Any) -> None:
         """Add operators that measure to a graph that is being compiled; none by default."""

@@ -100,6 +100,11 @@ class CompiledHooks:
         Handles backwards.
     modules : ModuleHooks
         Registers the hooks that have added the operators.
+
+    Attributes
+    ----------
+    views : Counter
+        Which views have reported a gradient in this step.
     """
 
     def __init__(
@@ -109,7 +114,7 @@ class CompiledHooks:
         self._forward = forward
         self._backward = backward
         self._modules = modules
-        self._views: Counter[tuple[Site, str]] = Counter()
+        self.views: Counter[tuple[Site, str]] = Counter()
 
     def root_called(self, training: bool, gradients: bool) -> None:
         """Handle the call of a compiled root in a mode, with or without gradients."""
@@ -120,7 +125,8 @@ class CompiledHooks:
                 context.native.close()
                 if (not context.is_off or context.resumes(running=1)) and not in_backward():
                     self._modules.settle(True)
-                    self._forward.forward_begins(get_ident(), training, gradients, is_compiled=True)
+                    is_outermost = not context.tracker.calls.of(thread := get_ident())
+                    self._forward.forward_begins(thread, training, gradients, is_outermost, is_compiled=True)
             finally:
                 context.stopwatch.stop()
         except BaseException as error:
@@ -169,15 +175,11 @@ class CompiledHooks:
     def _is_first(self, site: Site, path: str, role: int) -> bool:
         """Whether a gradient is not the repetition, at the base of a view, of one that the view itself has reported."""
         if role == VIEW:
-            self._views[site, path] += 1
-        elif role == BASE and self._views[site, path]:
-            self._views[site, path] -= 1
+            self.views[site, path] += 1
+        elif role == BASE and self.views[site, path]:
+            self.views[site, path] -= 1
             return False
         return True
-
-    def step_ended(self) -> None:
-        """Forget which views have reported a gradient."""
-        self._views.clear()
 
 
 class HookSet:
@@ -241,14 +243,20 @@ class HookSet:
         self._permanent.remove()
         self.losses.step_ended()
         self.observed.set_wanted(False)
+        self.modules.sampled_for = None
         self._copies.remove()
 
     def step_opened(self) -> None:
         """Prepare for the step that has begun, and register the hooks of the modules that it samples."""
-        self._micro_gradients.step_opened()
-        self.optimizers.step_opened()
-        self.losses.step_opened()
-        self.install_modules()
+        plan, losses, modules = self._context.recorder.plan, self.losses, self.modules
+        if plan.micro_gradients:
+            self._micro_gradients.step_opened()
+        if plan.parameters:
+            self.optimizers.step_opened()
+        if losses.is_looking or plan.together or "input_labels" in plan.kinds:
+            losses.step_opened()
+        if modules.sampled_for is not plan or modules.installed_for is not plan:
+            self.install_modules()
 
     def install_modules(self) -> None:
         """Register the hooks of the modules that the open step or pass samples; those of compiled models are there already."""
@@ -260,7 +268,11 @@ class HookSet:
     def step_ended(self) -> None:
         """Forget everything about the step but the parameters."""
         self._backward.step_ended()
-        self.gradients.step_ended()
-        self._micro_gradients.step_ended()
+        if self.gradients.lasting:
+            self.gradients.step_ended()
+        if self._micro_gradients.is_used:
+            self._micro_gradients.step_ended()
         self.losses.step_ended()
-        self._compiled.step_ended()
+        self._compiled.views.clear()
+        if self._fast_paths.calls:
+            self._fast_paths.finish()

@@ -184,6 +184,10 @@ class ModuleHook(Hook):
                 except Exception as error:
                     owner.context.handle("creating the native function of a hook", error)
 
+    def resumes(self, context: Any) -> bool:
+        """Return whether recording goes on with this call, because the model is never called as a whole."""
+        return context.tracker.is_rootless and bool(context.resumes())
+
     def leave_in_graph(self, *args: Any) -> None:
         """Add operators that observe what the module receives and returns, and the gradient."""
         # the switch is read last, so that a graph without gradients does not depend on it
@@ -217,6 +221,10 @@ class RootBeginsHook(Hook):
         self.switch = switch
         self.keeps: object = None
 
+    def resumes(self, context: Any) -> bool:
+        """Return whether recording goes on with this call."""
+        return bool(context.resumes(running=1))
+
     def leave_in_graph(self, *args: Any) -> None:
         """Add operators that report the call and observe what the root receives."""
         switch = self.switch
@@ -233,6 +241,8 @@ class RootEndsHook(RootBeginsHook):
     """The forward hook of a root."""
 
     __slots__ = ()
+
+    resumes = Hook.resumes
 
     def leave_in_graph(self, *args: Any) -> None:
         """Add operators that observe what the root returns, and report a backward through it."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ikkuna.diagnosis.objective.graph import ObjectiveGraph
 from ikkuna.diagnosis.objective.recorded import RecordedObjective
@@ -176,6 +177,8 @@ class LossHooks:
         Receives the first call of the loss module with a gradient, if that is in step 0.
     objective : RecordedObjective, optional
         Receives what the first backward passes through the model are called on.
+    is_looking : bool
+        Whether each backward of the step reads the tensors that it starts from.
     validation : callable
         Returns the recorder of evaluations in the training loop; called with whether a loss is recorded.
     arm : callable
@@ -196,16 +199,19 @@ class LossHooks:
         self._losses: list[weakref.ref[Tensor]] = []
         self.undivided = self._undivided = 0
         self._arguments: list[LossArguments] = []
-        self._stop_looking: Callable[[], object] = _do_nothing
+        self._stop_looking: Callable[[], object] = int
+        self.is_looking = False
         self._unreached = _NONE
         self.arm: Callable[[Leaves, Forward], None] = _arm_nothing
 
     def step_opened(self) -> None:
         """Read the tensors that each backward starts from, if the step measures labels."""
         plan = self.context.recorder.plan
-        self._stop_looking()
+        if self.is_looking:
+            self._stop_looking()
+            self.is_looking = False
         if plan.together or "input_labels" in plan.kinds:
-            self._stop_looking = self.look()
+            self._stop_looking, self.is_looking = self.look(), True
 
     def look(self) -> Callable[[], object]:
         """Call `backward_starts` before each backward, until the returned function is called."""
@@ -226,8 +232,9 @@ class LossHooks:
             The numbers of the nodes that autograd has recorded in it.
         """
         self._unreached = forward, thread, recorded
-        self._stop_looking()
-        self._stop_looking = self.look()
+        if self.is_looking:
+            self._stop_looking()
+        self._stop_looking, self.is_looking = self.look(), True
 
     def step_ended(self) -> None:
         """Forget what was seen in the step."""
@@ -236,14 +243,16 @@ class LossHooks:
         self.undivided, self._undivided = self._undivided, 0
         if self.objective is not None and self.objective.is_done:
             self.objective = None
-        self._stop_looking()
+        if self.is_looking:
+            self._stop_looking()
+            self.is_looking = False
 
     # -- the loss module ------------------------------------------------------------------------------------------
 
     def loss_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Record what one call of the loss module receives and returns."""
         context = self.context
-        if context.is_off or in_backward() or not isinstance(output, Tensor):
+        if in_backward() or not isinstance(output, Tensor):
             return
         if self.preflight is not None and output.requires_grad and context.tracker.pass_name == TRAINING:
             function = module.function if isinstance(module, LossFunction) else module
@@ -322,7 +331,7 @@ class LossHooks:
     def root_ended(self, module: nn.Module, kwargs: dict[str, Any], output: Any, forward: Forward | None) -> None:
         """Record the loss, the outputs and the labels of a model that returns its own loss; without `forward` it evaluates."""
         context = self.context
-        if context.model.loss is not None or (loss := _field(output, "loss")) is None:
+        if context.model.loss is not None or isinstance(output, Tensor) or (loss := _field(output, "loss")) is None:
             return
         is_evaluated = forward is None and self._is_evaluated(loss)
         if forward is None and not is_evaluated:
@@ -369,16 +378,15 @@ class LossHooks:
 
     def outputs_armed(self, outputs: Leaves) -> None:
         """Keep weak references to what the model has returned; a loss may have saved only a function of it."""
-        if self._stop_looking is not _do_nothing:
+        if self.is_looking:
             self._outputs += [weakref.ref(tensor) for _, tensor in outputs]
 
     def backward_starts(self, roots: Sequence[Any], gradients: Sequence[Any], accumulates: bool) -> None:
         """Find what a loss was computed from before its backward frees that."""
         self._arguments = []
-        if not self.context.is_off:
-            if self.context.tracker.pass_name == TRAINING:
-                self._read_objective(roots, [x for reference in self._outputs if (x := reference()) is not None])
-            self._outputs = []
+        if self.context.tracker.pass_name == TRAINING:
+            self._read_objective(roots, [x for reference in self._outputs if (x := reference()) is not None])
+        self._outputs = []
         forward, thread, recorded = self._unreached
         if not accumulates or forward is None or forward.part < 0 or thread != get_ident():
             return
@@ -423,19 +431,19 @@ class LossHooks:
             total = value if total is None else total + value
         return total
 
-    def optimizer_ends(self, optimizer: int, owned: frozenset[int]) -> None:
+    def optimizer_ends(self, optimizer: Optimizer, identifier: int) -> None:
         """Assign the losses since the last optimizer to the one whose step ends, and remove the factor of its gradient scaler.
 
         Parameters
         ----------
-        optimizer : int
-            Identifier of the optimizer.
-        owned : frozenset of int
-            The ids of its parameters.
+        optimizer : Optimizer
+            The optimizer.
+        identifier : int
+            Its number among those of the process.
         """
         context = self.context
-        if (number := self._numbers.get(optimizer)) is None:
-            number = self._numbers[optimizer] = self._new_number(owned)
+        if (number := self._numbers.get(identifier)) is None:
+            number = self._numbers[identifier] = self._new_number(context.parameters.owned_ids(optimizer))
         if self._is_unowned and (rows := context.recorder.rows) is not None:
             self._is_unowned = False
             site, path = context.sites("loss"), self._path(len(context.tracker.optimizers.stepped))
@@ -469,7 +477,3 @@ def _field(output: Any, name: str) -> Tensor | None:
 
 def _arm_nothing(outputs: Leaves, forward: Forward) -> None:
     """Stand for the method of `BackwardHooks`."""
-
-
-def _do_nothing() -> None:
-    """Stand for the function that ends what has not begun."""

@@ -110,7 +110,8 @@ class ModuleHooks:
         self._stance = CompilerStance()
         self._compiled_modules = CompiledModules()
         self._traced: set[str] = set()
-        self._installed_for: Plan | None = None
+        self.sampled_for: Plan | None = None
+        self.installed_for: Plan | None = None
         self._hooks: dict[str, _Registration] = {}
         self._complete: tuple[Any, ...] | None = None  # the sites of the plan whose hooks are all registered
         self._kept: dict[tuple[Any, ...], dict[str, _Registration]] = {}  # the hooks of such plans that were removed
@@ -154,7 +155,9 @@ class ModuleHooks:
     def is_found_compiled(self) -> bool:
         """Whether a root proves to be compiled that was not known to be."""
         model = self._context.model
-        return self.switch is not None and not model.is_compiled and self._compiled_modules.includes(model.callable)
+        if self.switch is None or model.is_compiled:
+            return False
+        return self._compiled_modules.includes(model.roots.callable)
 
     def set_sampled(self, plan: Plan) -> None:
         """Prepare compiled models, and the calls of ``observe``, for the next step."""
@@ -163,9 +166,11 @@ class ModuleHooks:
             self.switch.on = plan.is_in_graph
             self.switch.loss = "loss" in plan.kinds
         self._stance.set_eager(plan.is_in_graph and self.switch is None)
+        self.sampled_for = plan
 
     def set_sampled_pass(self, plan: Plan) -> None:
         """Run compiled models eagerly in another pass that is observed: their graphs measure only training."""
+        self.sampled_for = None
         self._observed.set_wanted(OBSERVED in plan.kinds)
         self._stance.set_eager(plan.is_in_graph and (self._context.model.is_compiled or self.switch is None))
 
@@ -173,6 +178,7 @@ class ModuleHooks:
         """Handle the beginning of the call of a root: the first one shows whether it is that of a compiled graph."""
         context = self._context
         context.model.is_compiled = context.model.is_compiled or is_compiled
+        self._forward.root_begins_call = None
         if not self._is_settled:
             self._is_settled = True
             tracker = context.tracker
@@ -180,6 +186,7 @@ class ModuleHooks:
 
     def remove_early(self) -> None:
         """Remove the hooks that were registered before the first call, unless they are those of the step that the call has opened."""
+        self._forward.root_has_begun = None
         if self._are_early:
             self._are_early = False
             self.remove()
@@ -197,7 +204,7 @@ class ModuleHooks:
             self.remove_early()
         if self._is_settled:
             self._are_early, self._wishes = False, ()
-        self._installed_for = plan
+        self.installed_for = plan
         # the calls of its parts are the only sign of a model that is never called as a whole
         needs_calls = self._context.tracker.is_rootless and "loss" in plan.kinds
         if not (plan.forward or needs_calls):
@@ -242,13 +249,13 @@ class ModuleHooks:
 
     def _serve(self, plan: Plan) -> bool:
         """Return whether the hooks that are registered are those of a plan."""
-        known = self._installed_for
+        known = self.installed_for
         if plan is known:
             return True
         if known is None or self._are_early or not self._is_settled or self._context.tracker.is_rootless:
             return False
         if is_served := plan.forward_sites == known.forward_sites:
-            self._installed_for = plan
+            self.installed_for = plan
         return is_served
 
     def _takes_no_hook(self, named: NamedModule, may_be_compiled: bool) -> bool:
@@ -289,14 +296,12 @@ class ModuleHooks:
 
     def keep_for(self, plan: Plan) -> None:
         """Remove hooks after a step, unless the next step needs the same ones."""
-        if self._fast_paths.calls:
-            self._fast_paths.finish()
         if not plan.forward or not self._serve(plan):
             self.remove()
 
     def forget(self, names: Iterable[str]) -> None:
         """Remove the hooks of modules that are not observed any more."""
-        self._installed_for = None
+        self.installed_for = None
         self._kept.clear()
         if self._fast_paths.calls:
             self._fast_paths.finish()
@@ -315,12 +320,13 @@ class ModuleHooks:
 
     def remove(self, everything: bool = False) -> None:
         """Remove hooks; without `everything` those stay that a compiled graph contains."""
-        self._installed_for = None
+        self.installed_for = None
         # at first, so that an interrupted removal keeps no part of the hooks
         complete, self._complete = self._complete, None
         if self._fast_paths.calls:
             self._fast_paths.finish()
         if everything:
+            self.sampled_for = None
             self._stance.set_eager(False)
             self._kept.clear()
         removed: dict[str, _Registration] = {}

@@ -66,7 +66,7 @@ class ObservedHooks:
     def observed(self, name: str, tensor: Tensor) -> None:
         """Record a tensor under a name."""
         context, thread = self.context, get_ident()
-        if context.is_off or context.recorder.rows is None or OBSERVED not in context.recorder.plan.kinds:
+        if context.recorder.rows is None or OBSERVED not in context.recorder.plan.kinds:
             return
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise TypeError(

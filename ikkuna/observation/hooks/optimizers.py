@@ -180,8 +180,6 @@ class OptimizerHooks:
     def optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Handle the beginning of an optimizer's step."""
         context = self.context
-        if context.is_off:
-            return
         parameters, tracker = context.parameters, context.tracker
         owned = parameters.owned_ids(optimizer)
         if not owned or (_has_no_rate(optimizer) and creates_optimizer_state()):
@@ -189,9 +187,11 @@ class OptimizerHooks:
         closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
         number = parameters.number(optimizer)
         running, scaler = running_steps()
-        outer = [parameters.number(other) for other in running[1:]]
+        outer = [*map(parameters.number, running[1:])]
         is_new = context.computation.is_new()
-        context.apply(tracker.optimizer_begins(number, owned, closure=closure, running=outer, computed=is_new))
+        decisions = tracker.optimizer_begins(number, owned, closure=closure, running=outer, computed=is_new)
+        if decisions:
+            context.apply(decisions)
         if not tracker.optimizers.is_stepping(number):
             return
         if (scaler is not None or context.loss_scale.is_used) and context.loss_scale.set_scaler(scaler):
@@ -216,8 +216,6 @@ class OptimizerHooks:
     def optimizer_ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Handle the end of an optimizer's step."""
         context = self.context
-        if context.is_off:
-            return
         parameters, tracker = context.parameters, context.tracker
         number = parameters.number(optimizer)
         if not tracker.optimizers.is_stepping(number):
@@ -236,7 +234,7 @@ class OptimizerHooks:
             shared = owners.shared
             self.table.updates([n for n in observed if id(n.parameter) not in shared] if shared else observed)
             self.table.states(optimizer, observed)
-        self._loss.optimizer_ends(number, parameters.owned_ids(optimizer))
+        self._loss.optimizer_ends(optimizer, number)
         if context.recorder.rows is not None:
             context.recorder.rows.note_overflow(getattr(optimizer, "found_inf", None))
         context.apply(tracker.optimizer_ends(number, owners.numbers, owners.covered))
@@ -259,7 +257,7 @@ class OptimizerHooks:
     def step_opened(self) -> None:
         """Record the weights now if no optimizer will report when they change."""
         parameters = self.context.parameters
-        if self._by_hand is False or not self.context.recorder.plan.parameters:
+        if self._by_hand is False:
             return
         if not (self._by_hand or not parameters.known_owners().numbers):
             return

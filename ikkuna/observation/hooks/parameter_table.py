@@ -371,7 +371,8 @@ class ParameterTable:
         if context.recorder.plan.unclipped_gradients:
             context.recorder.drop_part(UNCLIPPED_PART)
             self._recorded.pop(_UNCLIPPED[0], None)
-            context.parameters.refresh()
+            if context.parameters.held.have_changed():
+                context.parameters.refresh()
             self._record_gradients(_UNCLIPPED, context.parameters.all, context.loss_scale.factor, UNCLIPPED_PART)
 
     def _record_gradients(

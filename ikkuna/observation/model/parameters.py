@@ -100,13 +100,17 @@ class TrackedParameters:
     ----------
     all : tuple of NamedParameter
         The parameters of the observed modules.
+    held : _Contents
+        The parameters that the modules held when these were tracked.
+    noted : dict or None
+        The gradients that `note_gradients` has remembered.
     """
 
     def __init__(self) -> None:
         self.all: tuple[NamedParameter, ...] = ()
         self._modules: tuple[NamedModule, ...] = ()
         self._roots: tuple[nn.Module, ...] = ()
-        self._children, self._held = _Contents([]), _Contents([])
+        self._children, self.held = _Contents([]), _Contents([])
         self._of_model: dict[int, nn.Parameter] = {}
         self._spread: list[tuple[int, nn.Parameter]] = []  # neighbours are far from each other in the model
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -118,7 +122,7 @@ class TrackedParameters:
             weakref.WeakKeyDictionary()
         )
         self._owners: _Owners | None = None
-        self._noted: GradientState | None = None
+        self.noted: GradientState | None = None
         self._gradients_are_held = False
 
     # -- which parameters -----------------------------------------------------------------------------------------
@@ -135,8 +139,6 @@ class TrackedParameters:
 
     def refresh(self) -> None:
         """Find the parameters again if the user has replaced some, as ``load_state_dict(assign=True)`` and ``fully_shard`` do."""
-        if not self._held.have_changed():
-            return
         observed, of_model = self._resolve(self._note_contents())
         if not all(
             p.is_leaf for p in of_model.values()
@@ -153,7 +155,7 @@ class TrackedParameters:
         holders = list({id(m): m for m in (*inside, *(named.module for named in self._modules))}.values())
         changeable = [module for module in holders if not isinstance(module, torch.jit.ScriptModule)]
         self._children = _Contents([module._modules for module in changeable])
-        self._held = _Contents([module._parameters for module in changeable])
+        self.held = _Contents([module._parameters for module in changeable])
         return holders
 
     def _resolve(self, holders: Iterable[nn.Module]) -> tuple[tuple[NamedParameter, ...], dict[int, nn.Parameter]]:
@@ -173,7 +175,7 @@ class TrackedParameters:
         self._spread = [item for first in range(stride) for item in every[first::stride]]
         self._owned.clear()
         self._observed.clear()
-        self._owners = self._noted = None
+        self._owners = self.noted = None
 
     def are_frozen(self) -> bool:
         """Whether no parameter of the model can be trained, so that any optimizer and any backward is the model's own."""
@@ -198,7 +200,8 @@ class TrackedParameters:
             size += len(group["params"])
         known = self._owned.get(optimizer)
         if known is None or known[0] != size:
-            self.refresh()
+            if self.held.have_changed():
+                self.refresh()
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             owned = held if self.are_frozen() else held & self._of_model.keys()
             known = self._owned[optimizer] = size, frozenset(owned)
@@ -301,16 +304,16 @@ class TrackedParameters:
                 noted[key] = None if is_later and (grad is None or _is_zero(grad)) else _state(grad)
                 if len(noted) == _SENTINELS:
                     break
-        self._noted = noted
+        self.noted = noted
         self._gradients_are_held = not noted and any(map(holds_gradients, self._roots))
 
     def forget_gradients(self) -> None:
         """Forget what `note_gradients` has remembered, at the end of a step."""
-        self._noted = None
+        self.noted = None
 
     def gradients_cleared(self) -> bool:
         """Whether the gradients that the last backward left were cleared since, by removing them or by filling them with zeros."""
-        noted = self._noted
+        noted = self.noted
         if noted is None:
             return False
         if not noted:
@@ -325,7 +328,9 @@ class TrackedParameters:
 
     def backward_kind(self) -> Backward:
         """Return what the running backward does with the parameters; called from a hook on a gradient."""
-        for parameter in self._trainable():
+        for parameter in self._of_model.values():
+            if not parameter.requires_grad:
+                continue
             node = self.accumulate_node(parameter)
             try:
                 if node is None or will_execute(node):

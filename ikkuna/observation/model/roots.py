@@ -57,6 +57,8 @@ class Roots:
         The added modules.
     model : nn.Module or None
         The whole model, if it was set; modules that were added without a name get their names in it.
+    callable : tuple of nn.Module
+        The modules whose calls are forwards of the model: the model itself if it was set, otherwise all added modules.
     """
 
     def __init__(self, depth: int, module_filter: ModuleFilter) -> None:
@@ -64,14 +66,15 @@ class Roots:
         self.module_filter = module_filter
         self.model: nn.Module | None = None
         self.all: tuple[Root, ...] = ()
+        self.callable: tuple[nn.Module, ...] = ()
 
     def __contains__(self, module: nn.Module) -> bool:
         return any(root.module is module for root in self.all)
 
-    @property
-    def callable(self) -> tuple[nn.Module, ...]:
-        """The modules whose calls are forwards of the model: the model itself if it was set, otherwise all added modules."""
-        return (self.model,) if self.model is not None else tuple([root.module for root in self.all])
+    def change(self, roots: "tuple[Root, ...] | None" = None, model: nn.Module | None = None) -> None:
+        """Set the added modules, or the whole model."""
+        self.all, self.model = self.all if roots is None else roots, model or self.model
+        self.callable = (self.model,) if self.model is not None else tuple([root.module for root in self.all])
 
     @property
     def whole(self) -> nn.Module | None:

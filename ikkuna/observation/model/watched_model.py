@@ -155,7 +155,7 @@ class WatchedModel:
         self.loss: nn.Module | None = None
         self.is_compiled = False
         self.stages: dict[int, StagePosition] = {}
-        self._knows_stages = False
+        self.knows_stages = False
 
     @property
     def callable(self) -> tuple[nn.Module, ...]:
@@ -175,7 +175,7 @@ class WatchedModel:
             raise ConfigError(
                 f"the model is a {class_name(known)} already; close() this exporter and create another one for a second model"
             )
-        self.roots.model = model
+        self.roots.change(model=model)
         return model
 
     def the_model(self) -> nn.Module:
@@ -191,8 +191,8 @@ class WatchedModel:
             if root.module not in self.roots and (stage := stage_within(root.module)) is not None:
                 raise ConfigError(_is_more_than_a_stage(root.module, stage))
         self.modules = self.roots.resolve(roots, taken)
-        self.roots.all = roots
-        self._knows_stages = False
+        self.roots.change(roots)
+        self.knows_stages = False
 
     def follow(self, taken: frozenset[str]) -> "ModuleChange":
         """Observe the modules that are below the roots now; return the difference to those that were observed before.
@@ -207,9 +207,7 @@ class WatchedModel:
 
     def find_stages(self) -> None:
         """Find the roots that are stages of a pipeline, at the first step after they were added."""
-        if self._knows_stages:
-            return
-        self._knows_stages = True
+        self.knows_stages = True
         self.stages = stage_positions(self.callable)
         for root in self.callable:  # the stage may have been made after its model was added
             if (stage := stage_within(root)) is not None:

@@ -269,6 +269,7 @@ class Demand:
         self._results: frozenset[str] = frozenset()
         self._last: tuple[Stamp, Plan] | None = None
         self._distance = self._first = 0
+        self._varying = False
 
     def steps_until_sample(self, step: int) -> float:
         """Return the least number of training steps from `step` on before one of which a subscriber may need more than the loss."""
@@ -284,6 +285,7 @@ class Demand:
             self._results = frozenset(kind for s in subscriptions for kind in s.subscriber.publishes)
             self._distance = math.gcd(*(s.distance for s in subscriptions))
             self._first = max((s.subscription.first for s in subscriptions), default=0)
+            self._varying = any(s.varies for s in subscriptions)
         if (
             self._last is not None and self._last[0] == stamp and self._last[0].completes == stamp.completes
         ):  # a step is planned when the one before ends, and when it begins
@@ -298,12 +300,13 @@ class Demand:
         if is_between and subscriptions and stamp.global_step in subscriptions[0].extra_steps:
             is_between = False
         sampling = () if is_between else _sampling(subscriptions, stamp)
-        measuring = frozenset([s for s in sampling if s.varies and s.subscriber.measures])
+        varying = self._varying and [s for s in sampling if s.varies and s.subscriber.measures]
+        measuring = frozenset(varying or ())
         key = tuple(map(id, sampling)), measuring
-        if key not in self._plans:
-            self._plans[key] = Plan(sampling, self._results, measuring)
-        self._last = stamp, self._plans[key]
-        return self._plans[key]
+        if (plan := self._plans.get(key)) is None:
+            plan = self._plans[key] = Plan(sampling, self._results, measuring)
+        self._last = stamp, plan
+        return plan
 
 
 _FEW = 16

@@ -136,7 +136,7 @@ class Recorder:
         if part < 0 or (rows := self.rows) is None or (task := self.plan.task(site.kind, site.module)) is None:
             return
         try:
-            if weight is None and not task.measurers and self._receive_plain(rows.part(part), site, tensor, path, task):
+            if weight is None and not task.measurers and self._receive_plain(rows, part, site, tensor, path, task):
                 return
             if (numbers := _numbers(tensor)) is not None:
                 target = _Target(rows, rows.part(part), self.index.row(site, path), task)
@@ -147,13 +147,13 @@ class Recorder:
         except Exception as error:
             self.error_guard.report_internal(f"measuring {site}", error)
 
-    def _receive_plain(self, part: Part, site: Site, tensor: Tensor, path: str, task: Task) -> bool:
+    def _receive_plain(self, rows: Rows, part: int, site: Site, tensor: Tensor, path: str, task: Task) -> bool:
         """Measure a tensor by shared statistics with few checks; return whether that was done."""
         if tensor.is_cpu:
             if not task.is_plain or (kernels := self.kernels) is None:
                 return False
-            return kernels.try_add(tensor, task.fields, part.host.address(self.index.row(site, path)))
-        return not tensor.is_meta and self._receive_on_device(part, site, tensor, path, task)
+            return kernels.try_add(tensor, task.fields, rows.part(part).host.address(self.index.row(site, path)))
+        return not tensor.is_meta and self._receive_on_device(rows.part(part), site, tensor, path, task)
 
     def _receive_on_device(self, part: Part, site: Site, tensor: Tensor, path: str, task: Task) -> bool:
         """Measure a tensor of a device by kernels with few checks; return whether that was done."""

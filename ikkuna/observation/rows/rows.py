@@ -118,6 +118,7 @@ class Rows:
         self._device_codes: list[dict[int, dict[str, Any]]] = []
         self._copies: list[tuple[list[_Place], HostCopy]] = []
         self._deferred: list[tuple[list[tuple[dict[Any, Any], Any]], Pending[list[Tensor]]]] = []
+        self._is_pending = False  # whether `load` has something to complete
         self._measured_rows: MeasuredRows | None = None
         self._measurers: frozenset[Registered] = frozenset()
         self._is_finite = False
@@ -181,23 +182,22 @@ class Rows:
 
     def close(self, parts: Iterable[int] = ()) -> None:
         """Merge some parts into part 0, drop the others, and start one copy to the host per device."""
-        for number in parts:
+        for number in [number for number in parts if number in self._parts]:
             if 0 in self._parts:
                 self.merge_part(number, 0)
-            elif number in self._parts:
+            else:
                 self._parts[0] = self._parts.pop(number)
-        rates: list[_Place] = []
-        for name, rate in self.rates.items():
-            if isinstance(rate, Tensor):
-                rates.append((self.rates, name, rate))
-        if not (self._parts or self._flags or rates):
+        pending: list[_Place] = [
+            (self.rates, name, rate) for name, rate in self.rates.items() if isinstance(rate, Tensor)
+        ]
+        pending += [(self._flags, i, flag) for i, flag in self._flags.items()]
+        if not (self._parts or pending):
             return
-        whole = self.part(0)
+        whole = self._parts.get(0) or self.part(0)
         self.measured, self.together = whole.measured, whole.together
         self.shards, self.reductions = whole.shards, whole.reductions
         self.values, codes = whole.host.take(len(self.index.keys))
         self.codes = codes
-        pending: list[_Place] = [*rates, *((self._flags, i, flag) for i, flag in self._flags.items())]
         holders: list[dict[Any, Any]] = [self._scales, self.together, *self.measured.values(), *codes.values()]
         for device, statistics in whole.devices.items():
             try:
@@ -210,7 +210,9 @@ class Rows:
             self._taken.append((taken, taken.tensors))
             holders += (taken.tensors, *codes.values())
         pending += [(holder, key, value) for holder in holders for key, value in holder.items()]
-        self._start_copies(pending)
+        if pending or self._taken or self._device_codes:
+            self._is_pending = True
+            self._start_copies(pending)
         self._pool.release(self._parts.values())
         self._parts = {}
 
@@ -311,7 +313,8 @@ class Rows:
         """Merge the measurements of all ranks, and the calls of a loss, waiting if necessary."""
         if self.rank_merge is not None:
             self.rank_merge.merge_into(self)
-        self.load()
+        if self._is_pending or self.reductions:
+            self.load()
         for row, reduction in self.reductions.items():
             n, nans, infs, mean = self.values[row, [_N, _NANS, _INFS, _MEAN]].tolist()
             if n:

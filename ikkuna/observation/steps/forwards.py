@@ -184,12 +184,12 @@ class PendingForwards:
     @property
     def reached(self) -> list[Forward]:
         """The forwards that a backward has reached."""
-        return [f for f in self._pending if f.reach is not Reach.NONE]
+        return [f for f in self._pending if f.reach is not Reach.NONE] if self._pending else []
 
     @property
     def micro_batches(self) -> int:
         """Number of forwards whose gradients a backward has added up."""
-        return self.earlier + sum(f.reach is Reach.ACCUMULATED for f in self._pending)
+        return self.earlier + sum([f.reach is Reach.ACCUMULATED for f in self._pending])
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -285,8 +285,8 @@ class RunningCalls:
 
     def of(self, thread: int) -> Sequence[Forward | None]:
         """Return the forward of each running call on a thread; ``None`` for a call that does not count."""
-        known = self._threads.get(thread)
-        return known.calls if known is not None else ()
+        known = self._threads.get(thread) or self._threads.setdefault(thread, _Thread())
+        return known.calls
 
     @property
     def are_running(self) -> bool:
@@ -357,6 +357,8 @@ class RunningOptimizers:
 
     Attributes
     ----------
+    running : dict
+        The optimizers that are stepping.
     stepped : set of int
         The optimizers that have stepped in the open step.
 
@@ -369,30 +371,26 @@ class RunningOptimizers:
     """
 
     def __init__(self) -> None:
-        self._running: dict[int, _Running] = {}
+        self.running: dict[int, _Running] = {}
         self.stepped: set[int] = set()
         self._stepped_before: set[int] = set()
-
-    def __bool__(self) -> bool:
-        """Whether an optimizer is stepping."""
-        return bool(self._running)
 
     @property
     def in_closure(self) -> bool:
         """Whether an optimizer is stepping that evaluates the model itself."""
-        return any(running.has_closure for running in self._running.values())
+        return any(running.has_closure for running in self.running.values())
 
     def is_stepping(self, optimizer: int) -> bool:
         """Whether a step of this optimizer that counts is running, and is not inside another call of itself."""
-        return optimizer in self._running and self._running[optimizer].depth == 1
+        return optimizer in self.running and self.running[optimizer].depth == 1
 
     def any_of(self, optimizers: Collection[int]) -> bool:
         """Whether one of these optimizers is stepping."""
-        return not self._running.keys().isdisjoint(optimizers)
+        return not self.running.keys().isdisjoint(optimizers)
 
     def begin(self, optimizer: int, owned: frozenset[int], has_closure: bool) -> None:
         """Add the step of an optimizer."""
-        self._running[optimizer] = _Running(owned, has_closure=has_closure)
+        self.running[optimizer] = _Running(owned, has_closure=has_closure)
 
     def begin_inside(self, optimizer: int, owned: frozenset[int], around: Collection[int]) -> bool:
         """Return whether a step is part of a step that is running already, of the same optimizer or of one that owns as much.
@@ -406,31 +404,29 @@ class RunningOptimizers:
         around : collection of int
             The optimizers whose steps run around this one, each as often as it calls itself.
         """
-        if optimizer in self._running:
-            self._running[optimizer].depth = sum(other == optimizer for other in around) + 1
+        if optimizer in self.running:
+            self.running[optimizer].depth = sum(other == optimizer for other in around) + 1
             return True
-        return bool(around) and any(owned <= self._running[outer].owned for outer in around if outer in self._running)
+        return bool(around) and any(owned <= self.running[outer].owned for outer in around if outer in self.running)
 
     def end(self, optimizer: int) -> bool:
         """Return whether the step of an optimizer has ended, not only an inner call of itself."""
-        running = self._running.get(optimizer)
+        running = self.running.get(optimizer)
         if running is None:
             return False
         running.depth -= 1
         if running.depth:
             return False
-        del self._running[optimizer]
+        del self.running[optimizer]
         self.stepped.add(optimizer)
         return True
 
     def forget_others(self, running: Collection[int]) -> bool:
         """Forget steps that are not among `running`, since they have raised; return whether there were some and none is left."""
-        if not self._running:
-            return False
-        raised = [optimizer for optimizer in self._running if optimizer not in running]
+        raised = [optimizer for optimizer in self.running if optimizer not in running]
         for optimizer in raised:
-            del self._running[optimizer]
-        return bool(raised) and not self._running
+            del self.running[optimizer]
+        return bool(raised) and not self.running
 
     def have_all_stepped(self, owners: Collection[int], covered: bool) -> bool:
         """Whether nothing runs and all owners have stepped.
@@ -438,13 +434,13 @@ class RunningOptimizers:
         If the owners do not own everything that can be trained, the same optimizers must have stepped in the step before,
         since there may be optimizers that are not known yet.
         """
-        if self._running or len(self.stepped) < len(owners) or not self.stepped.issuperset(owners):
+        if self.running or len(self.stepped) < len(owners) or not self.stepped.issuperset(owners):
             return False
         return covered or self.stepped == self._stepped_before
 
     def only(self, owners: Collection[int]) -> int | None:
         """Return the only owner, if it alone has stepped in the last step and nothing runs."""
-        if self._running or len(owners) != 1 or self._stepped_before != set(owners):
+        if self.running or len(owners) != 1 or self._stepped_before != set(owners):
             return None
         return next(iter(owners))
 
@@ -454,7 +450,7 @@ class RunningOptimizers:
 
     def clear_running(self) -> None:
         """Forget the steps that are running."""
-        self._running.clear()
+        self.running.clear()
 
 
 @dataclass(slots=True)

@@ -214,7 +214,8 @@ class StepTracker:
         if self._forwards_without_step is not None:
             self._forwards_without_step += 1
         if not (running and self.optimizers.any_of(running)):
-            decisions += self._forget_raised(has_closure=False)
+            if self.optimizers.running:
+                decisions += self._forget_raised(has_closure=False)
             if self.state is State.STEPPED:
                 decisions += self._close()
         if self.state is State.IDLE:
@@ -353,8 +354,8 @@ class StepTracker:
         owned = frozenset(owned)
         if self.pass_name != TRAINING or not owned:
             return ()
-        decisions = self._forget_raised(closure, running)
-        if self.optimizers.begin_inside(optimizer, owned, running):
+        decisions = self._forget_raised(closure, running) if self.optimizers.running else []
+        if self.optimizers.running and self.optimizers.begin_inside(optimizer, owned, running):
             return tuple(decisions)
         if optimizer in self.optimizers.stepped or (self.state is State.STEPPED and (computed or closure)):
             decisions += self._close()
@@ -406,7 +407,7 @@ class StepTracker:
         """
         if not self.optimizers.end(optimizer):
             return ()
-        self.state = State.STEPPING if self.optimizers else State.STEPPED
+        self.state = State.STEPPING if self.optimizers.running else State.STEPPED
         self._owners = owners
         if self.optimizers.have_all_stepped(owners, covered):
             return tuple(self._close())
@@ -430,7 +431,7 @@ class StepTracker:
         closed = Closed(
             self.stamp,
             False,
-            self._counting_parts(),
+            GRADIENT_PARTS if self._is_incomplete else self._forwards.counting_parts(),
             optimizers=stepped,
             micro_batches=self._forwards.micro_batches,
         )
@@ -443,7 +444,8 @@ class StepTracker:
         self.counters.step_closed()
         self.optimizers.step_closed()
         self._reset()
-        return [closed, *(self._finish_epoch() if self.counters.epoch_is_full else ())]
+        is_full = self.counters.steps_per_epoch is not None and self.counters.epoch_is_full
+        return [closed, *(self._finish_epoch() if is_full else ())]
 
     def _reset(self) -> None:
         self.state = State.IDLE

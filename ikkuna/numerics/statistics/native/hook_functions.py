@@ -41,13 +41,16 @@ class Permits:
     ----------
     addresses : list of int
         The addresses at which native functions find the permits.
+    threads : tuple of memoryview
+        Of each permit the cell of the thread; all permits end where 0 is written to each, as :meth:`close` does.
     """
 
     def __init__(self) -> None:
         self._array: NDArray[np.int64] = np.zeros((3, len(_CELLS)), np.int64)
         # the elements of a memoryview are assigned in a third of the time
         self._cells = [permit.data for permit in self._array]
-        self._first, self._second, self._third = self._cells
+        first, second, third = (permit[_THREAD : _THREAD + 1].data for permit in self._array)
+        self.threads = first, second, third
         self._kept: list[tuple[object, object]] = [(None, None)] * 3
         self.addresses = [int(permit.ctypes.data) for permit in self._array]
 
@@ -90,11 +93,13 @@ class Permits:
 
     def close(self) -> None:
         """End all permits."""
-        self._first[_THREAD] = self._second[_THREAD] = self._third[_THREAD] = 0
+        first, second, third = self.threads
+        first[0] = second[0] = third[0] = 0
 
     def seconds(self) -> float:
         """Return the time that native functions have taken."""
-        return float(self._first[_NANOSECONDS] + self._second[_NANOSECONDS] + self._third[_NANOSECONDS]) * 1e-9
+        first, second, third = self._cells
+        return float(first[_NANOSECONDS] + second[_NANOSECONDS] + third[_NANOSECONDS]) * 1e-9
 
 
 class HookFunctions:
