@@ -203,6 +203,10 @@ class Exchange:
         Number of ranks over which gradients are averaged.
     dropped : int
         Number of measurements that were dropped because other ranks were too far behind.
+    world : World or None
+        The processes that train together; ``None`` before the ranks have met.
+    gather : Gather or None
+        Gathers the rows of all ranks; ``None`` if measurements are not merged.
     """
 
     def __init__(
@@ -217,9 +221,9 @@ class Exchange:
         self._parameters = parameters
         self._replicas: tuple[object, Replicas] | None = None
         self._translation = Translation(bus, site)
-        self._world: World | None = None
+        self.world: World | None = None
         self._agreement: rendezvous.Agreement | None = None
-        self._gather: Gather | None = None
+        self.gather: Gather | None = None
         self._layouts = Layouts()
         self._alignments = Alignments()
         self._group = 0
@@ -232,7 +236,7 @@ class Exchange:
     @property
     def is_shared(self) -> bool:
         """Return whether measurements are merged with other ranks."""
-        return self._gather is not None
+        return self.gather is not None
 
     # -- when a step begins and ends ------------------------------------------------------------------------------
 
@@ -242,16 +246,16 @@ class Exchange:
             self._first_step = stamp.global_step
         if (world := World.here()).size > 1:
             self.replicas = max((data_parallel_size(root) for root in self._model.callable), default=1)
-            if self._world is None:
+            if self.world is None:
                 self._bus.is_silent = world.rank != 0
 
     def meet(self) -> bool:
         """Meet the other ranks, waiting for them, unless that was done; return whether measurements are shared."""
-        if self._world is None:
-            self._world = World.here()
-            if self._world.size > 1:
-                self._meet(self._world)
-        return self._gather is not None
+        if self.world is None:
+            self.world = World.here()
+            if self.world.size > 1:
+                self._meet(self.world)
+        return self.gather is not None
 
     def take(self, rows: Rows, plan: Plan) -> None:
         """Schedule the merge of the rows of a step with those of other ranks, if there are any."""
@@ -301,7 +305,7 @@ class Exchange:
             self._bus.is_silent = world.rank != min(self._agreement.present)
             self._go_alone(self._agreement.reason)
         else:
-            self._gather = Gather(group, world.size)
+            self.gather = Gather(group, world.size)
 
     def must_wait(self, stamp: Stamp | None) -> bool:
         """Return whether to wait for delivery now, because a subscriber calls the model, which may communicate with other ranks.
@@ -311,7 +315,7 @@ class Exchange:
         stamp : Stamp or None
             The finished step, or ``None`` for a finished epoch.
         """
-        if self._gather is None:
+        if self.gather is None:
             return False
         calling = (s for s in self._bus.registered if s.subscriber.needs_model and not s.disabled)
         if stamp is None:
@@ -323,10 +327,10 @@ class Exchange:
     def poll(self, step: "_WaitingStep", rows: Rows, patience: float = 0.0) -> bool:
         """Return whether the rows of all ranks have arrived, or cannot arrive any more; wait for at most `patience` seconds."""
         try:
-            while step.blocks is None and self._gather is not None:
-                if self._gather.is_idle:
-                    self._gather.begin(step.payload(rows))
-                if (payloads := self._gather.poll(self._patience(patience))) is None:
+            while step.blocks is None and self.gather is not None:
+                if self.gather.is_idle:
+                    self.gather.begin(step.payload(rows))
+                if (payloads := self.gather.poll(self._patience(patience))) is None:
                     if not patience:
                         return False
                     raise TimeoutError("the other ranks did not send their measurements in time")
@@ -379,14 +383,14 @@ class Exchange:
     def _disconnect(self, error: Exception) -> None:
         self._end_gather()
         missing: list[int] = []
-        if self._agreement is not None and self._world is not None and self._deadline is None:
+        if self._agreement is not None and self.world is not None and self._deadline is None:
             with suppressed(Exception):  # the rank that died may have kept the store
-                missing = rendezvous.missing_ranks(self._agreement.store, self._world)
+                missing = rendezvous.missing_ranks(self._agreement.store, self.world)
         who = f"rank {', '.join(map(str, missing))} does not answer; " if missing else ""
         self._go_alone(f"{who}{error}")
 
     def _go_alone(self, reason: str) -> None:
-        rank = self._world.rank if self._world is not None else 0
+        rank = self.world.rank if self.world is not None else 0
         with suppressed(Exception):  # a logging handler may fail
             log.error("training on several ranks: %s. From here on values are those of rank %d alone", reason, rank)
         if any(map(is_run_together, self._model.callable)):
@@ -395,7 +399,7 @@ class Exchange:
                     self._bus.error_guard.disable(registered, "the model cannot run without the ranks that were lost")
 
     def _end_gather(self) -> None:
-        gather, self._gather = self._gather, None
+        gather, self.gather = self.gather, None
         if gather is not None:
             gather.close()
 

@@ -355,7 +355,8 @@ class StepCycle:
         if closed.skipped:
             self._count_thrown_away(closed.stamp.global_step)
         else:
-            optimizers.before_close()
+            if optimizers.table.is_used or optimizers.untrained.settled is None:
+                optimizers.before_close()
             self._steps += 1
         self._hooks.step_ended()
         lap, report = context.stopwatch.lap(), self._report(closed)
@@ -373,7 +374,7 @@ class StepCycle:
             self._plans.follow_control_file()
         if step is not None and bus.calls_model and not self._exchange.is_shared:
             step.evaluate(bus)
-        bus.drain(wait=self._exchange.is_shared and self._exchange.must_wait(closed.stamp))
+        bus.drain(wait=self._exchange.gather is not None and self._exchange.must_wait(closed.stamp))
         run = bus.run
         context.stopwatch.step_ended(0.0 if run is None else run.drawing_seconds)
         if plan is not None and plan.needs_losses_alone:
@@ -430,7 +431,8 @@ class StepCycle:
         assert rows is not None
         rows.stamp = stamp
         rows.skipped = event.skipped = rows.skipped or closed.skipped
-        self._exchange.take(rows, plan)
+        if self._exchange.world is None or self._exchange.gather is not None:
+            self._exchange.take(rows, plan)
         return Finished(rows, event, self._context.observer)
 
     def _pass_over(self, closed: Closed) -> None:

@@ -87,10 +87,11 @@ class BlockQueue:
     def put(self, block: QueuedBlock) -> str | None:
         """Accept `block`, or count it as lost; return a line for the log if losses have begun or ended."""
         limit = self._capacity // 2 if self._lost else self._capacity
-        if self._blocks and self.nbytes + _size(block) > limit:
+        size = _size(block)
+        if self._blocks and self.nbytes + size > limit:
             return self._lose(block)
         line = None if self._lost is None else self.end_losses()
-        self._append(block)
+        self._append(block, size)
         return line
 
     def end_losses(self) -> str | None:
@@ -99,12 +100,13 @@ class BlockQueue:
             return None
         values, first, last = self._lost
         self._lost = None
-        self._append(QueuedBlock(self._describe(values, first, last), last, 0))
+        block = QueuedBlock(self._describe(values, first, last), last, 0)
+        self._append(block, _size(block))
         return f"{values} values of steps {first} to {last} are lost"
 
-    def _append(self, block: QueuedBlock) -> None:
+    def _append(self, block: QueuedBlock, size: int) -> None:
         self._blocks.append(block)
-        self.nbytes += _size(block)
+        self.nbytes += size
         self.accepted += 1
 
     def _lose(self, block: QueuedBlock) -> str | None:

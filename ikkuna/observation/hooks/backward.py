@@ -63,7 +63,8 @@ class BackwardHooks:
     def arm(self, outputs: Leaves, forward: Forward) -> None:
         """Register hooks on the outputs of a forward that report a backward."""
         hook = Hook(self, BackwardHooks.output_reached, forward)
-        self._loss.outputs_armed(outputs)
+        if self._loss.is_looking:
+            self._loss.outputs_armed(outputs)
         for _, tensor in outputs[:_MOST_OUTPUTS]:
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(hook)

@@ -466,7 +466,8 @@ class NativePath:
         if self._plan() is not plan or len(self._wanted) != len(recorder.index.keys):
             self._plan, self._wanted = weakref.ref(plan), self._wanted_rows.of(plan)
         host = rows.part(part).host
-        host.reserve(len(self._wanted))
+        if len(self._wanted) > len(host.values):
+            host.reserve(len(self._wanted))
         has_inputs = "layer_inputs" in plan.kinds
         self._permits.open(which, get_ident(), host.location, self._wanted, forward, task, has_inputs)
 

@@ -206,9 +206,10 @@ class ForwardHooks:
         if not context.model.stages or context.model.returns_output(module):
             if "network_output" in context.recorder.plan.kinds:
                 self._record_all("network_output", output, forward)
-            self._loss.root_ended(module, kwargs, output, forward)
+            if not isinstance(output, Tensor):
+                self._loss.root_ended(module, kwargs, output, forward)
         if context.recorder.plan.counts_forwards and torch.is_grad_enabled():
-            self._backward.arm(leaves(output), forward)
+            self._backward.arm([("", output)] if isinstance(output, Tensor) else leaves(output), forward)
 
     def _record_all(self, kind: str, value: Any, forward: Forward) -> None:
         recorder = self.context.recorder

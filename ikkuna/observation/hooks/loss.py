@@ -378,8 +378,7 @@ class LossHooks:
 
     def outputs_armed(self, outputs: Leaves) -> None:
         """Keep weak references to what the model has returned; a loss may have saved only a function of it."""
-        if self.is_looking:
-            self._outputs += [weakref.ref(tensor) for _, tensor in outputs]
+        self._outputs += [weakref.ref(tensor) for _, tensor in outputs]
 
     def backward_starts(self, roots: Sequence[Any], gradients: Sequence[Any], accumulates: bool) -> None:
         """Find what a loss was computed from before its backward frees that."""

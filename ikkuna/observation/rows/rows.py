@@ -352,7 +352,7 @@ class Rows:
             return [batch for batch in made if batch is not None]
         if not registered.fields:
             return []
-        return [self._batch(registered, selection) for selection in measured_rows.of(registered)]
+        return [*map(partial(self._batch, registered), measured_rows.of(registered))]
 
     def step(self, registered: Registered) -> MeasuredStep:
         """Return what a subscriber takes, of which batches are made when it reads them."""

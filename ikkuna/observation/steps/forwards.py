@@ -160,8 +160,8 @@ class PendingForwards:
     >>> first.part, second.part
     (4, 6)
     >>> first.reach = Reach.ACCUMULATED
-    >>> pending.counting_parts()
-    (1, 3, 4)
+    >>> pending.counting()
+    ((1, 3, 4), 1)
     """
 
     def __init__(self) -> None:
@@ -185,11 +185,6 @@ class PendingForwards:
     def reached(self) -> list[Forward]:
         """The forwards that a backward has reached."""
         return [f for f in self._pending if f.reach is not Reach.NONE] if self._pending else []
-
-    @property
-    def micro_batches(self) -> int:
-        """Number of forwards whose gradients a backward has added up."""
-        return self.earlier + sum([f.reach is Reach.ACCUMULATED for f in self._pending])
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -240,17 +235,20 @@ class PendingForwards:
             forward.part = -1
         self._used = self.earlier = 0
 
-    def counting_parts(self) -> tuple[int, ...]:
-        """Return the parts whose gradients are there."""
+    def counting(self) -> tuple[tuple[int, ...], int]:
+        """Return the parts whose gradients are there, and the number of forwards whose gradients a backward has added up."""
         parts = [*GRADIENT_PARTS, EARLIER_PART] if self.earlier else [*GRADIENT_PARTS]
-        used = self.reached
-        if not used and not self.earlier:
-            used = self._pending  # the backward could not be seen
-        for forward in used:
-            parts.append(forward.part)
-            if forward.reach is Reach.CAPTURED:
-                parts.append(forward.provisional_part)
-        return tuple(parts)
+        micro_batches, is_seen = self.earlier, bool(self.earlier)
+        for forward in self._pending:
+            if forward.reach is not Reach.NONE:
+                is_seen = True
+                micro_batches += forward.reach is Reach.ACCUMULATED
+                parts.append(forward.part)
+                if forward.reach is Reach.CAPTURED:
+                    parts.append(forward.provisional_part)
+        if not is_seen:  # the backward could not be seen
+            parts += [forward.part for forward in self._pending]
+        return tuple(parts), micro_batches
 
 
 @dataclass(slots=True)
@@ -358,7 +356,7 @@ class RunningOptimizers:
     Attributes
     ----------
     running : dict
-        The optimizers that are stepping.
+        The steps that count and are running, by optimizer, with the number of calls of that optimizer.
     stepped : set of int
         The optimizers that have stepped in the open step.
 

@@ -423,17 +423,17 @@ class StepTracker:
 
     def _counting_parts(self) -> tuple[int, ...]:
         """Return the parts whose gradients are there."""
-        return GRADIENT_PARTS if self._is_incomplete else self._forwards.counting_parts()
+        return GRADIENT_PARTS if self._is_incomplete else self._forwards.counting()[0]
 
     def _close(self) -> list[Decision]:
         """Close the open step."""
-        stepped = frozenset(self.optimizers.stepped)
+        stepped, (parts, micro_batches) = frozenset(self.optimizers.stepped), self._forwards.counting()
         closed = Closed(
             self.stamp,
             False,
-            GRADIENT_PARTS if self._is_incomplete else self._forwards.counting_parts(),
+            GRADIENT_PARTS if self._is_incomplete else parts,
             optimizers=stepped,
-            micro_batches=self._forwards.micro_batches,
+            micro_batches=micro_batches,
         )
         if self._modes:
             self._trains_in_evaluation = self._modes == {False}
