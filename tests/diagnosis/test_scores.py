@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ikkuna.diagnosis import Judge
-from ikkuna.diagnosis.history import Network
+from ikkuna.diagnosis.history import History, Network
 from ikkuna.store.values import ModuleEntry
 from tests.diagnosis.rows import LAYERS, NETWORK, ROWS, classification, layers, sampled
 from tests.diagnosis.test_rules import findings, rule_named
@@ -379,3 +379,83 @@ def test_a_frozen_batch_norm_in_evaluation_mode_is_right(classes, frozen, score)
     judge.add("evaluation_mode", None, 0, 1.0)
     judge.finish_step(0)
     assert [found.value for found in rule.scores(judge.history)] == [score]
+
+
+def jump_of_loss(jump, first=0.0, bounds=(), norms=()):
+    """Return the scores of a jump after 40 losses of 10.01 and 9.99, of which the first five are `first` higher."""
+    history, rule = History(NETWORK), rule_named("loss_spike")
+    losses = [*[10.0 + first] * 5, *[9.99, 10.01] * 20]
+    for step, value in enumerate([*losses, 10.01 + jump]):  # the median of the last 16 is 10.01
+        history.score_loss(step, value)
+        history.add("loss", None, step, value)
+    for step, bound in bounds:
+        history.add("loss_change_bound", None, step, bound)
+    for i, (gradient, weight) in enumerate(norms):
+        history.add("weight_gradients_norm2", LAYERS[i], 45, gradient)
+        history.add("weights_norm2", LAYERS[i], 45, weight)
+    found = [score for score in rule.scores(history) if score.step == 45]
+    assert not [*rule.scores(history)]  # each loss has one score
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "at_most"),
+    [
+        ({}, "error"),
+        # the first losses differ by as much, or by more
+        ({"first": -3.9}, "error"),
+        ({"first": -4.1}, "info"),
+        # the loss falls
+        ({"first": 3.0, "jump": 400.0}, "info"),
+        # half of the jump at this step; at another one it says nothing
+        ({"bounds": [(45, 2.0)]}, "error"),
+        ({"bounds": [(45, 1.99)]}, "info"),
+        ({"bounds": [(44, 1.99)]}, "error"),
+        ({"bounds": [(45, 2.0)], "first": -4.1}, "error"),
+        # something else has raised the loss by more than this jump
+        ({"bounds": [(43, -2.0), (44, -1.9)]}, "error"),
+        ({"bounds": [(43, -2.0), (44, -2.1)]}, "info"),
+    ],
+)
+def test_how_grave_a_jump_of_the_loss_is(options, at_most):
+    (score,) = jump_of_loss(**{"jump": 4.0} | options)
+    assert (score.at_most, score.value > 1) == (at_most, True)
+    assert ("the batch" in score.detail) is (options.get("bounds") == [(45, 1.99)])
+
+
+@pytest.mark.parametrize(
+    ("norms", "count"),
+    [
+        ([(2.0**12, 2.0**13)], 1),  # 2
+        ([(2.0**12, 2.0**13), (2.0**13, 1.99 * 2**11)], 1),  # almost 4
+        ([(2.0**12, 2.0**13), (2.0**13, 2.01 * 2**11)], 0),
+        ([(math.inf, 2.0**13), (2.0**13, 2.0**12)], 1),
+        ([(0.0, 1.0)], 1),
+    ],
+)
+def test_a_jump_below_the_rounding_error_of_the_weights_is_none(norms, count):
+    assert len(jump_of_loss(4.0, norms=norms)) == count
+
+
+@pytest.mark.parametrize(
+    ("levels", "first", "steps", "score"),
+    [
+        ((0, -10, -30, -200), 1.0, 291, 2.0),
+        ((0, -10, -30, -50.5), 1.0, 291, 0.505),
+        ((0, -10, -20, -200), 1.0, 291, 0.0),  # no faster
+        ((0, -10, -30, -50), 1.0, 291, 0.0),
+        ((0, 0, -30, -200), 1.0, 291, 0.0),
+        ((0, 1, -30, -200), 1.0, 291, 0.0),
+        ((0, -10, -30, -200), 0.0, 291, 0.0),  # no size of a loss is known
+        ((0, -10, -30, -200), -4.0, 291, 0.5),
+        ((0, -10, -30, -200), lambda step: (-1.0, 9.0)[step % 2], 291, 0.2),
+        ((0, -10, -30, -200), lambda step: math.nan if step == 19 else 1.0, 291, None),
+        ((0, -10, -30, -200), lambda step: 1.0 if step else -math.inf, 291, None),
+        ((0, 0, 0, 0), 1.0, 51, None),
+        ((0, 0, 0, 0), 1.0, 61, 0.0),
+    ],
+)
+def test_the_score_of_a_loss_without_a_bound(levels, first, steps, score):
+    """The thirds of the second half of 291 losses begin at 146, 194 and 242, and it ends with 286 to 290."""
+    series = loss((first, 20), *zip(levels, (160, 40, 40, 40), strict=True))
+    assert last("unbounded_loss", series, steps) == (score if score is None else pytest.approx(score))
