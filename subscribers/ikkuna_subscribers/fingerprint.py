@@ -3,14 +3,15 @@
 import logging
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ikkuna.export.messages import MessageBatch, ModuleMessage
+from ikkuna.export.messages import MessageBatch, ModuleMessage, NetworkMessage
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.numerics.bits import bit_sum
 from ikkuna_subscribers._helpers import require_integers, require_parameter_kind
@@ -215,12 +216,19 @@ class ReplicaSubscriber(_BitsSubscriber):
         return count >= _AVERAGED
 
     def _emit_odd(self, message: ModuleMessage, odd: list[tuple[int, list[int]]]) -> None:
-        count, kinds = sum(number for number, _ in odd), self._published(message.kind)
-        self.emit(message, count, kinds[0])
-        if count:
-            ranks = [rank for _, ranks in odd for rank in ranks]
-            self.emit(message, min(ranks), kinds[1])
-            self.emit(message, max(ranks), kinds[2])
+        _emit_odd(self, message, odd, self._published(message.kind))
+
+
+def _emit_odd(
+    subscriber: PlotSubscriber, message: ModuleMessage, odd: list[tuple[int, list[int]]], kinds: Sequence[str]
+) -> None:
+    """Emit how many replicas differ, and the lowest and the highest of their ranks."""
+    count = sum(number for number, _ in odd)
+    subscriber.emit(message, count, kinds[0])
+    if count:
+        ranks = [rank for _, ranks in odd for rank in ranks]
+        subscriber.emit(message, min(ranks), kinds[1])
+        subscriber.emit(message, max(ranks), kinds[2])
 
 
 def _odd(ranks: NDArray[np.int64], bits: NDArray[np.float64]) -> tuple[int, list[int]]:
@@ -238,3 +246,83 @@ def _odd(ranks: NDArray[np.int64], bits: NDArray[np.float64]) -> tuple[int, list
     is_clear = (sizes == largest).sum() == 1
     odd = ranks[sizes[which.reshape(-1)] < largest] if is_clear else ranks
     return count, odd.tolist() if count else []
+
+
+_MOST_ELEMENTS = 1 << 20
+
+
+def _is_compared(buffer: Tensor) -> bool:
+    is_small = buffer.is_floating_point() and 0 < buffer.numel() <= _MOST_ELEMENTS
+    return is_small and buffer.layout is torch.strided and type(buffer) is Tensor
+
+
+class BufferReplicaSubscriber(PlotSubscriber):
+    """How many ranks hold other bits of a buffer than the others, and which, if the program keeps it equal on all ranks.
+
+    No program says that buffers are replicas: the running statistics of a batch norm are different on each rank in a healthy training,
+    and a data-parallel wrapper broadcasts those of the first rank before each forward, after which each rank changes its own.
+    So a buffer is compared once it was equal to the bit on all ranks in three samples in a row, and had changed between them:
+    a ``SyncBatchNorm`` does so, and so do buffers that are broadcast, if they are read after that.
+
+    Takes ``input_data`` as the sign of a call; publishes ``buffers_ranks_unequal``, ``buffers_ranks_unequal_first`` and
+    ``buffers_ranks_unequal_last``, as `ReplicaSubscriber` does.  Floating-point buffers of up to 2^20 elements are read in the first
+    forward of a step: before a later micro-batch, after one in ``no_sync()``, nothing is broadcast.
+    Counters are not compared, because ranks may have different numbers of batches.
+
+    Look for: any value but 0.
+
+    Parameters
+    ----------
+    **options : Any
+        See `Subscriber`.
+
+    Examples
+    --------
+    >>> BufferReplicaSubscriber().publishes
+    ('buffers_ranks_unequal', 'buffers_ranks_unequal_first', 'buffers_ranks_unequal_last')
+    """
+
+    quantity = Quantity(low=0.0, zero="good", larger="bad")
+    merge = "ranks"
+    needs_model = True
+
+    def __init__(self, **options: Any) -> None:
+        name_results(options, *(f"buffers_ranks_unequal{end}" for end in ("", "_first", "_last")))
+        super().__init__("input_data", **options)
+        self._step = -1
+        self._names: list[tuple[str, str]] = []
+        self._before: NDArray[np.float64] | None = None
+        self._equal = np.zeros(0, np.int64)
+
+    def _buffers(self) -> Iterator[tuple[str, str, Tensor]]:
+        for named in self.modules:
+            for name, buffer in named.module._buffers.items():
+                if buffer is not None and _is_compared(buffer):
+                    yield named.name, name, buffer
+
+    def measure(self, message: NetworkMessage) -> Tensor | None:
+        """Return the fingerprints of all buffers at the first call in a step; later micro-batches may follow one in ``no_sync()``."""
+        if message.path or message.global_step == self._step or not (found := list(self._buffers())):
+            return None
+        self._step = message.global_step
+        self._names = [(module, name) for module, name, _ in found]
+        return torch.cat([bit_sum(buffer).to(found[0][2].device) for *_, buffer in found])
+
+    def compute(self, message: NetworkMessage) -> None:
+        """Emit the numbers of the buffers that are compared."""
+        table = np.asarray(message.data, np.float64)
+        count = len(self._names)
+        if table.ndim == 1 or table.shape[1] != 1 + 2 * count or np.isnan(table).any():  # one process, or other buffers
+            return
+        bits = table[:, 1:].reshape(len(table), count, 2)
+        if self._before is None or self._before.shape != bits.shape:
+            self._equal = np.zeros(count, np.int64)
+        else:
+            is_expected = self._equal >= _AVERAGED
+            for i in np.flatnonzero(is_expected).tolist():
+                module, name = self._names[i]
+                place = ModuleMessage(message.stamp, message.kind, module=module, path=name, name=f"{module}.{name}")
+                _emit_odd(self, place, [_odd(np.arange(len(bits)), bits[:, i])], self.publishes)
+            is_equal = (bits == bits[:1]).all((0, 2)) & (bits != self._before).any((0, 2))
+            self._equal = np.where(is_expected, self._equal, np.where(is_equal, self._equal + 1, 0))
+        self._before = bits

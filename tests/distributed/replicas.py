@@ -43,15 +43,20 @@ def train(
     every=1,
     synchronised=None,
     on_error="raise",
+    watched=None,
+    accumulates_from=STEPS * 9,
 ):
     """Train with the rule; return rule, module, step and text of each finding, and the names of the rules that judged."""
     inputs, labels = local(*data(steps), dist.get_rank(), dist.get_world_size())
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
     exporter = Exporter(message_bus=MessageBus("replicas"), on_error=on_error)
-    exporter.add_modules(model)
+    exporter.add_modules(model if watched is None else watched)
     exporter.apply_rules(["ranks_differ"], every=every, backend="null")
     for step in range(steps):
         optimizer.zero_grad()
+        if step >= accumulates_from:
+            with model.no_sync():
+                nn.functional.cross_entropy(model(inputs[step]), labels[step]).backward()
         with nullcontext() if synchronised is None or synchronised(step) else model.no_sync():
             nn.functional.cross_entropy(model(inputs[step]), labels[step]).backward()
         if before_step is not None:
@@ -196,7 +201,34 @@ def never_synchronised(rank, size):
     return train(ddp(network()), synchronised=lambda step: False)
 
 
-MISTAKES = ("different_start", "clipped_on_one_rank", "other_rate", "different_start_by_hand", "flip_by_hand")
+def batch_norm():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def flip_of_a_buffer(rank, size):
+    """A bit of a buffer flips that the program keeps equal on all ranks."""
+    model = ddp(batch_norm(), forward_sync_buffers=False)
+
+    def act(step, model, optimizer):
+        norm = model.module[1]
+        for buffer in (norm.running_mean, norm.running_var):
+            dist.all_reduce(buffer)
+            buffer /= size
+        if step == 8 and rank == 1:
+            flip(norm.running_mean, 3, 0)
+
+    return train(model, after_step=act)
+
+
+MISTAKES = (
+    "different_start",
+    "clipped_on_one_rank",
+    "other_rate",
+    "different_start_by_hand",
+    "flip_by_hand",
+    "flip_of_a_buffer",
+)
 
 
 # -- what may differ --------------------------------------------------------------------------------------------------
@@ -204,6 +236,32 @@ MISTAKES = ("different_start", "clipped_on_one_rank", "other_rate", "different_s
 
 def healthy_ddp(rank, size):
     return train(ddp(network()), steps=20)
+
+
+def buffers_of_each_rank(rank, size):
+    """Each rank has its own statistics, and later those of the first rank."""
+    return train(ddp(batch_norm()), steps=20)
+
+
+def buffers_without_broadcast(rank, size):
+    return train(ddp(batch_norm(), forward_sync_buffers=False), steps=20)
+
+
+def broadcast_buffers(rank, size):
+    """The model inside of the wrapper is watched, whose buffers are equal at each forward until gradients are accumulated."""
+    model = ddp(batch_norm())
+    return train(model, steps=20, watched=model.module, accumulates_from=10)
+
+
+def buffers_after_evaluation_mode(rank, size):
+    """A batch norm in evaluation mode is equal on all ranks, and is not when it is trained again."""
+
+    def act(step, model, optimizer):
+        model.module[1].train(step >= 8)
+
+    model = ddp(batch_norm(), forward_sync_buffers=False)
+    model.module[1].eval()
+    return train(model, steps=20, after_step=act)
 
 
 def healthy_hsdp(rank, size):
@@ -314,5 +372,11 @@ def ignored_parameters(rank, size):
 HEALTHY = (
     *("healthy_ddp", "healthy_hsdp", "healthy_fsdp", "accumulating", "tensor_parallel", "ensemble", "search_of_rates"),
     *("local_sgd", "sharded_optimizer", "ignored_parameters"),
+    *(
+        "buffers_of_each_rank",
+        "buffers_without_broadcast",
+        "broadcast_buffers",
+        "buffers_after_evaluation_mode",
+    ),
 )
 NOT_COMPARED = ("healthy_fsdp", "ensemble", "search_of_rates", "local_sgd")

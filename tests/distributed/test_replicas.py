@@ -78,6 +78,13 @@ def test_a_flip_is_named_if_the_program_averages_gradients_itself(outcomes):
     assert ("ranks 0 and 1 differ" if len(outcomes) == 2 else "rank 1 differs from the others") in message
 
 
+def test_a_flip_in_a_buffer_that_the_program_keeps_equal_is_named_in_the_next_step(outcomes):
+    [(module, step, message, _)], _ = outcomes[0]["flip_of_a_buffer"]
+    assert (module, step) == ("1.running_mean", 9)
+    assert "The buffer: rank" in message
+    assert "equal at step 8, different at step 9" in message
+
+
 def test_steps_without_synchronisation_are_named(outcomes):
     [(_, step, message, _)], _ = outcomes[0]["never_synchronised"]
     assert step <= 1

@@ -11,6 +11,7 @@ import torch
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.subscriber import (
+    BufferReplicaSubscriber,
     CKASubscriber,
     DistanceFromInitSubscriber,
     FreezeSubscriber,
@@ -38,7 +39,8 @@ def names():
     seen = set()
     for name, make in EVERY_SUBSCRIBER.items():
         subscriber = make()
-        if type(subscriber) is not ReplicaSubscriber and (subscriber.state or type(subscriber) not in seen):
+        of_ranks = ReplicaSubscriber, BufferReplicaSubscriber
+        if type(subscriber) not in of_ranks and (subscriber.state or type(subscriber) not in seen):
             yield name  # in one process nothing has a replica
         seen.add(type(subscriber))
 

@@ -62,6 +62,8 @@ def _source(kind: str) -> str:
     if kind in _SOURCES:
         return _SOURCES[kind]
     tensor, _, statistic = kind.rpartition("_")
+    if kind.startswith("buffers_"):
+        return "BufferReplicaSubscriber() on several ranks"
     if "_ranks_unequal" in kind:
         return "ReplicaSubscriber() on several ranks"
     if kind.startswith(("output_", "prediction_", "label_")):

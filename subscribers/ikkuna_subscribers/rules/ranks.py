@@ -8,24 +8,25 @@ from typing import Any
 from torch import distributed
 
 from ikkuna.diagnosis import History, Network, Rule, Score
-from ikkuna_subscribers.fingerprint import REPLICATED, ReplicaSubscriber
+from ikkuna_subscribers.fingerprint import REPLICATED, BufferReplicaSubscriber, ReplicaSubscriber
 from ikkuna_subscribers.rules.figures import sources
 
-_UNEQUAL = {f"{kind}_ranks_unequal": kind for kind in REPLICATED}
+_UNEQUAL = {f"{kind}_ranks_unequal": kind for kind in ("buffers", *REPLICATED)}
 
 
 class RanksDifferRule(Rule):
-    """Replicas of a parameter, a reduced gradient or an optimizer state differ between ranks, by one bit or more.
+    """Replicas of a parameter, a buffer, a reduced gradient or an optimizer state differ between ranks, by one bit or more.
 
     Threshold: a fact, at one sample.  The finding names the tensor, the ranks, and the samples between which it happened.
     Of three or more replicas the minority is named; of two both, because nothing shows which of them is wrong.
     A field of the optimizer's state of which no tensor was ever equal, such as the error that a compression keeps, may differ.
-    Cannot see: tensors of which the program does not say that they are replicas (see `ReplicaSubscriber`); buffers;
+    Cannot see: tensors of which the program does not say that they are replicas (see `ReplicaSubscriber`);
+    buffers that were not equal while they changed (see `BufferReplicaSubscriber`);
     a difference that is gone before the tensor is read; a run with one process.
     """
 
     name = "ranks_differ"
-    version = 2
+    version = 3
     needs = sources("weights_ranks_unequal")
     uses = sources(*(f"{kind}{end}" for kind in _UNEQUAL for end in ("", "_first", "_last")))
     judged_on = frozenset(_UNEQUAL)
@@ -42,7 +43,7 @@ class RanksDifferRule(Rule):
         """Return a subscriber if there are several ranks."""
         if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
             return ()
-        return (ReplicaSubscriber(subsample=every),)
+        return ReplicaSubscriber(subsample=every), BufferReplicaSubscriber(subsample=every)
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield a score for each module of which a tensor was compared.
@@ -75,7 +76,7 @@ class RanksDifferRule(Rule):
 
 def _order(tensor: str) -> int:
     """Return the place of a tensor in a step: that of parameters, gradients, or states."""
-    return 0 if tensor in ("weights", "biases") else 1 if tensor.endswith("_gradients") else 2
+    return 0 if tensor in ("weights", "biases", "buffers") else 1 if tensor.endswith("_gradients") else 2
 
 
 def _what(tensor: str) -> str:
@@ -86,6 +87,8 @@ def _what(tensor: str) -> str:
     >>> _what("weights"), _what("bias_gradients"), _what("weight_state_exp_avg")
     ('The weight', 'The gradient of the bias', 'exp_avg of the weight')
     """
+    if tensor == "buffers":
+        return "The buffer"
     owner = "bias" if tensor.startswith("bias") else "weight"
     if tensor in ("weights", "biases"):
         return f"The {owner}"
