@@ -55,8 +55,8 @@ def _run(arguments: list[str], terminal: Terminal) -> int:
         arguments = ["--help"]
     try:
         options = _parser(arguments).parse_args(arguments)
-    except SystemExit as done:  # --help or --version
-        return done.code if isinstance(done.code, int) else 0
+    except SystemExit:  # of --help or --version; errors are raised as `ConfigError`
+        return 0
     terminal.as_json = options.json
     status: int = options.run(options, terminal)
     terminal.flush()

@@ -400,3 +400,18 @@ def test_deferred_values_give_the_same_findings_at_the_same_steps(every):
     assert {"loss_spike", "nonfinite"} <= {rule for _, rule, _ in at_once[0]}
     assert later[0] == at_once[0]
     assert sorted(later[1]) == sorted(at_once[1])
+
+
+def test_there_are_events_if_and_only_if_something_has_changed():
+    judge, kinds = Judge([AboveRule(patience=2)], NETWORK), []
+    assert judge.has_changed
+    for step, value in enumerate([0.0, 2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 2.0, 2.0]):
+        judge.add("figure", "a", step, value)
+        judge.finish_step(step)
+        has_changed = judge.has_changed
+        kinds.append([event["event"] for event in judge.events()])
+        assert has_changed is bool(kinds[-1])
+        assert not judge.has_changed
+        assert judge.events() == []
+    assert sum(map(bool, kinds)) < len(kinds)
+    assert len([kind for events in kinds for kind in events if kind != "judged"]) >= 1
