@@ -95,6 +95,7 @@ def watch_and_record(calls, model, loss):
     exporter = watch(model, loss)
     judge = exporter._attachment.rules.judge
     add, add_all, defer, finish = judge.add, judge.add_all, judge.defer, judge.finish_step
+    add_finding = judge.add_finding
 
     def store_value(*args):
         if args[0] in judge.kinds:
@@ -111,11 +112,16 @@ def watch_and_record(calls, model, loss):
             calls.append(args)
         defer(*args)
 
+    def store_finding(finding, step):
+        calls.append((finding, step))
+        return add_finding(finding, step)
+
     def store_end(step):
         calls.append(step)
         return finish(step)
 
     judge.add, judge.add_all, judge.defer, judge.finish_step = store_value, store_values, store_later, store_end
+    judge.add_finding = store_finding
     return exporter
 
 
@@ -127,6 +133,9 @@ def replay(spec, file):
     for call in calls:
         if isinstance(call, int):
             announced |= {finding.rule: call for finding in judge.finish_step(call)}
+        elif isinstance(call[0], Finding):
+            if (found := judge.add_finding(*call)) is not None:
+                announced[found.rule] = call[1]
         else:
             judge.add(*call)
     return spec, list(judge.findings), announced, hit, judge.history.network

@@ -1,5 +1,7 @@
 """Facts of the training loop: steps left out, repeated gradients and random numbers, rates, frozen statistics, no batch."""
 
+from math import inf, nan
+
 import pytest
 import torch
 from torch import nn
@@ -208,3 +210,28 @@ def test_a_model_without_an_optimizer_needs_no_batch():
     with ikkuna.watch(network(), backend="null", verbosity=0) as watched:
         pass
     assert not list(watched.findings)
+
+
+@pytest.mark.parametrize(("at", "divisor"), [(20, 1), (27, 2)])
+@pytest.mark.parametrize(("value", "module"), [(nan, "4"), (inf, "4"), (nan, None)])
+def test_a_weight_that_is_not_finite_is_named_in_every_step(value, module, divisor, at, tmp_path):
+    """The step after such a loss makes all weights NaN; without a module the batch is the cause."""
+    model = network()
+    optimizer, loss = torch.optim.SGD(model.parameters(), 0.01), nn.CrossEntropyLoss()
+    with ikkuna.watch(model, loss, backend="null", log_dir=tmp_path, verbosity=0) as watched:
+        for number, x, y in batches(40):
+            if number == at:
+                if module:
+                    model[4].weight.data[0, 0] = value
+                else:
+                    x = x * nan
+            optimizer.zero_grad()
+            (loss(model(x), y) / divisor).backward()
+            optimizer.step()
+    [found] = [finding for finding in watched.findings if finding.rule == "nonfinite"]
+    assert found.step == at
+    if module:
+        assert (found.severity, found.module, found.modules) == ("error", module, (module,))
+        assert "an earlier step" in found.advice
+    else:
+        assert "an earlier step" not in found.advice

@@ -1,5 +1,6 @@
 """Finds the loss of a step, its weight, and the outputs and labels that it was computed from."""
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ikkuna.diagnosis.mistakes import NONFINITE
 from ikkuna.diagnosis.objective.graph import ObjectiveGraph
 from ikkuna.diagnosis.objective.recorded import RecordedObjective
 from ikkuna.diagnosis.recorded_preflight import RecordedPreflight
@@ -145,6 +147,12 @@ def label_weight(labels: Tensor, ignored: int, weights: Tensor | None = None) ->
 
 _OBJECTIVE = "objective"
 _NONE: tuple[Forward | None, int, range] = None, 0, range(0)
+
+
+_BROKEN = (
+    "It is a weight of this module before the backward of a step whose loss is not finite; other weights are finite."
+)
+_CHANGED = "an earlier step, or code that writes to the weight, has changed it: clip gradients, lower the learning rate"
 
 
 class LossHooks:
@@ -371,10 +379,23 @@ class LossHooks:
             self.has_loss = self._is_unowned = True
             path = self._path(len(tracker.optimizers.stepped))
             recorder.receive(context.sites("loss"), loss, path, "total", part=part)
+        known = (tensor for each in self._losses if (tensor := each()) is not None)
+        value = next(known, None) if loss is None else loss
+        if value is not None and value.is_cpu and is_one_number(value) and not math.isfinite(value.item()):
+            self._report_broken_weights()
         if not (self._was_called or self._knows_labels):
             for outputs, labels, ignored in arguments:
                 seen = {"network_output": outputs, "input_labels": labels, **({} if loss is None else {"loss": loss})}
                 self._record_arguments(seen, part, ignored, recorder)
+
+    def _report_broken_weights(self) -> None:
+        """Report weights that are not finite, unless all are: the step that follows a loss of NaN makes all of them so."""
+        parameters = self.context.parameters.all
+        broken = [named for named in parameters if not named.parameter.detach().isfinite().all()]
+        if 0 < len(broken) < len(parameters):
+            modules = tuple(dict.fromkeys(named.module for named in broken))
+            finding = NONFINITE.found(math.nan, modules[0], detail=_BROKEN, advice=_CHANGED, modules=modules)
+            self.context.found(finding)
 
     def outputs_armed(self, outputs: Leaves) -> None:
         """Keep weak references to what the model has returned; a loss may have saved only a function of it."""

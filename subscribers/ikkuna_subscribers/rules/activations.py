@@ -225,16 +225,17 @@ class EvaluationModeRule(Rule, mistake=EVALUATION_MODE):
         return (ModuleStateSubscriber(subsample=every),)
 
     def scores(self, history: History) -> Iterator[Score]:
-        """Yield the share of modules in evaluation mode if it is 1."""
+        """Yield the share of modules in evaluation mode if it is 1, for each module that the mode changes."""
         curve = history.now("evaluation_mode")
         if curve is None:
             return
         frozen = {name for name, flag in history.curves("weight_requires_grad").items() if flag.last == 0}
-        depends = any(
-            "Dropout" in entry.class_name or ("BatchNorm" in entry.class_name and entry.name not in frozen)
+        changed = [
+            entry.name
             for entry in history.network.modules
-        )
-        yield Score(float(curve.last >= 1 and depends), curve.last)
+            if "Dropout" in entry.class_name or ("BatchNorm" in entry.class_name and entry.name not in frozen)
+        ]
+        yield from (Score(float(curve.last >= 1 and bool(changed)), curve.last, name) for name in changed or (None,))
 
 
 _CLEAN = "search the data for missing values; a dump of the flight recorder names the row"
@@ -257,7 +258,8 @@ class NonFiniteRule(Rule, mistake=NONFINITE):
     If only the loss is known, a tenfold growth before it shows that the steps were too large, and a loss below twice the first that the
     batch, or a function outside of its domain, is the cause.
     Threshold: a fact, without a number.
-    Cannot see: the exact producer if the first NaN appears in a step that is not sampled; steps that a gradient scaler skips.
+    A weight that is not finite before the backward of a step whose loss is not is named in every step, sampled or not, on the host.
+    Cannot see: another producer if the first NaN appears in a step that is not sampled; steps that a gradient scaler skips.
     """
 
     needs = sources("weights_norm2")

@@ -169,9 +169,10 @@ class SameRandomNumbersRule(Rule):
     advice = "call torch.manual_seed() once, before the loop"
 
     def scores(self, history: History) -> Iterator[Score]:
-        """Yield 1 if the step has repeated the numbers of the sample before."""
+        """Yield 1 if the step has repeated the numbers of the sample before, for each dropout, or else for the network."""
         if (curve := history.now("random_numbers_repeated")) is not None:
-            yield Score(curve.last, curve.last)
+            dropouts = [entry.name for entry in history.network.modules if "Dropout" in entry.class_name]
+            yield from (Score(curve.last, curve.last, name) for name in dropouts or (None,))
 
 
 def _scaled_by(history: History) -> float:
