@@ -6,6 +6,7 @@ Its exception, such as that of a time limit or of a dead worker process, then ap
 
 import _signal  # type: ignore[import-not-found]  # signal.getsignal() creates an enumeration at each call
 import contextlib
+import dis
 import functools
 import inspect
 import logging
@@ -21,6 +22,7 @@ from ikkuna.printable import printable
 
 _REQUESTS = (KeyboardInterrupt, SystemExit, StopTraining)
 _SIGNALS = tuple(map(int, signal.valid_signals()))
+_OVERWRITTEN = object()
 _EVENTS = frozenset(("call", "line", "return", "exception", "opcode"))
 # an exception may have properties of these names
 _cause = BaseException.__dict__["__cause__"].__get__
@@ -114,22 +116,32 @@ def _is_of_handler(traceback: TracebackType | None) -> bool:
 def _is_called_by_python(frame: FrameType) -> bool:
     """Return whether Python has called a function as the handler of a signal, or as the trace function of a debugger.
 
-    The code of most handlers is known.  Any other one receives the number of the signal, which is no member of an enumeration, and
-    the frame of the function that was interrupted, which is the caller.  Nothing but a handler receives both.
+    Its arguments are then the number of the signal, which is no member of an enumeration, and the frame of the function that
+    was interrupted, which is the caller.  Nothing but a handler receives both.
+    A handler may overwrite or delete its arguments; that of which the code is known is recognised by the other one.
     A trace function receives the frame of its caller and the name of an event.
     """
     caller, code, values = frame.f_back, frame.f_code, frame.f_locals
-    if code in _HANDLERS.codes:
-        return True
-    arguments = [values.get(name) for name in code.co_varnames[: code.co_argcount]]
+    names = code.co_varnames[: code.co_argcount]
+    lost = _overwritten(code) if code in _HANDLERS.codes else frozenset()
+    arguments = [_OVERWRITTEN if name in lost else values.get(name) for name in names]
     if code.co_flags & inspect.CO_VARARGS:
         rest = values.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
         arguments += rest if isinstance(rest, tuple) else ()
     return caller is not None and any(
-        (second is caller and type(first) is int and first in _HANDLERS.signals)
+        (
+            (first is _OVERWRITTEN or (type(first) is int and first in _HANDLERS.signals))
+            and (second is _OVERWRITTEN or second is caller)
+        )
         or (first is caller and type(second) is str and second in _EVENTS)
         for first, second in pairwise(arguments)
     )
+
+
+def _overwritten(code: CodeType) -> frozenset[Any]:
+    """Return the names of the variables that a function assigns or deletes."""
+    changes = [i.argval for i in dis.get_instructions(code) if i.opname.startswith(("STORE_", "DELETE_"))]
+    return frozenset(name for names in changes for name in (names if isinstance(names, tuple) else (names,)))
 
 
 @contextlib.contextmanager
