@@ -98,6 +98,27 @@ def moved(ratios, **others):
     return classification(output_cross_entropy=0.95 * GUESS) | series
 
 
+def of_ranks(*ratios):
+    """Return a classifier on two ranks whose losses are its cross-entropy, 2, times these ratios in turn."""
+    values = {"output_cross_entropy": 2.0, "averaged_ranks": 2.0}
+    return classification(loss=lambda step: 2.0 * ratios[step // 10 % len(ratios)], **values)
+
+
+def lowered(bound, sample, loss=5.0):
+    """Return a classifier at a guess, of whose samples one has a movement that changes the loss."""
+    bounds = sampled([0.0] * sample + [bound, 0.0])
+    return guess(output_cross_entropy=0.95 * GUESS, loss=lambda step: loss, loss_change_bound=bounds)
+
+
+def at_guesses(bound=0.0):
+    """Return a classifier at a guess whose labels are more even in the last nine of 21 samples."""
+    entropies = [1.0] * 12 + [1.5] * 9
+    means = sampled([0.95 * (entropy + 9 / 64) for entropy in entropies])
+    bounds = sampled([0.0] * 15 + [bound, 0.0])
+    series = {"label_entropy": sampled(entropies), "loss": lambda step: 5.0, "loss_change_bound": bounds}
+    return guess(output_cross_entropy=means, **series)
+
+
 GUESS = 2.1 + 9 / 64  # the entropy of the labels, and the correction for 10 classes and 32 labels
 
 
@@ -131,6 +152,13 @@ GUESS = 2.1 + 9 / 64  # the entropy of the labels, and the correction for 10 cla
         # the loss was high for 20 steps and has come back: the next time it must stay for 40
         ("diverges", loss((2.0, 20), (5.2, 25), (2.0, 35), (5.2, 50)), 120, 0.0),
         ("diverges", loss((2.0, 20), (5.2, 25), (2.0, 35), (5.2, 80)), 150, 2.0),
+        # the loss was below 0, from where it can have fallen by any amount: 3.6 less 2 of what the movement has made
+        (
+            "diverges",
+            loss((2.0, 20), (-1.0, 10), (5.2, 30)) | {("loss_change_bound", None): sampled([0, 0, 0, 3.6, 0])},
+            50,
+            1.0,
+        ),
         # twice log C
         ("loss_at_init", classification(output_cross_entropy=2 * math.log(10)), 1, 1.0),
         ("loss_at_init", classification(output_cross_entropy=3 * math.log(10)), 11, 1.5),
@@ -152,6 +180,10 @@ GUESS = 2.1 + 9 / 64  # the entropy of the labels, and the correction for 10 cla
         ("loss_scale", classification(loss=lambda step: 0.01 * 32, output_cross_entropy=0.01), 11, 1.0),
         # the losses of all micro-batches, which are cross-entropies; of none; of some; two of one batch; other losses; one batch
         ("loss_scale", accumulated(2.0, 8.0, 8.0), 11, 1.0),
+        ("loss_scale", accumulated(2.0, 2.0, 2.0), 11, 1.0),
+        ("loss_scale", accumulated(2.49, 8.0, 8.0), 11, 1.0),
+        ("loss_scale", accumulated(1.51, 8.0, 8.0), 11, 1.0),
+        ("loss_scale", accumulated(2.5, 8.0, 8.0), 11, 0.0),
         ("loss_scale", accumulated(2.0, 8.0, 0.0), 11, 0.0),
         ("loss_scale", accumulated(2.0, 8.0, 7.0), 11, 0.0),
         ("loss_scale", accumulated(2.0, 1.0, 2.0), 11, 0.0),
@@ -162,6 +194,11 @@ GUESS = 2.1 + 9 / 64  # the entropy of the labels, and the correction for 10 cla
         ("loss_scale", classification(loss=lambda step: 4.1, output_cross_entropy=2.0, averaged_ranks=2.0), 21, 0.0),
         ("loss_scale", classification(loss=lambda step: 4.2, output_cross_entropy=2.0, averaged_ranks=2.0), 31, 0.0),
         ("loss_scale", accumulated(4.0, 2.0, 0.0, averaged_ranks=2.0), 31, 0.0),
+        ("loss_scale", of_ranks(2.29, 1.71), 31, 1.0),
+        ("loss_scale", of_ranks(2.31, 1.69), 31, 0.0),  # none of the four differs by more than 15%
+        ("loss_scale", of_ranks(2.05, 2.05), 31, 1.0),
+        ("loss_scale", of_ranks(2.07, 2.07), 31, 0.0),
+        ("loss_scale", of_ranks(1.93, 1.93), 31, 0.0),
         # 0.95 of the guess from the labels' frequencies, less than 2% better than 10 samples before
         ("no_learning", guess(output_cross_entropy=0.95 * GUESS), 400, 1.0),
         ("no_learning", guess(output_cross_entropy=0.76 * GUESS), 400, 0.8),
@@ -183,6 +220,27 @@ GUESS = 2.1 + 9 / 64  # the entropy of the labels, and the correction for 10 cla
         ("no_learning", guess(output_cross_entropy=0.95 * GUESS, loss=falling(0.97)), 171, 0.0),
         ("no_learning", guess(output_cross_entropy=0.95 * GUESS, loss=falling(0.99)), 171, 1.0),
         ("no_learning", guess(output_cross_entropy=0.95 * GUESS, loss=falling(0.97, factor=2)), 171, 1.0),
+        # each sample against the entropy of its own labels; the guess is that of the last ten samples
+        ("no_learning", at_guesses(), 210, 1.0),
+        ("no_learning", at_guesses(-0.02 * (1.5 + 9 / 64)), 210, 1.0),
+        ("no_learning", at_guesses(-0.0201 * (1.5 + 9 / 64)), 210, 0.0),
+        # at least four samples, of which ten are older
+        ("no_learning", guess(output_cross_entropy=0.95 * (2.1 + 9 / 640), label_count=320.0), 121, None),
+        ("no_learning", guess(output_cross_entropy=0.95 * (2.1 + 9 / 640), label_count=320.0), 131, 1.0),
+        # the correction for a single label makes the guess log C
+        (
+            "no_learning",
+            guess(output_cross_entropy=0.95 * math.log(2), output_classes=2.0, label_entropy=0.1, label_count=1.0)
+            | loss((5.0, 1)),
+            2101,
+            1.0,
+        ),
+        # the movement has lowered the loss by more than 2% of the guess in the last ten samples
+        ("no_learning", lowered(-0.02 * GUESS, 12), 171, 1.0),
+        ("no_learning", lowered(-0.0201 * GUESS, 12), 171, 0.0),
+        ("no_learning", lowered(-0.0201 * GUESS, 8), 171, 0.0),
+        ("no_learning", lowered(-0.0201 * GUESS, 7), 171, 1.0),
+        ("no_learning", lowered(0.0201 * GUESS, 12), 171, 1.0),
         ("no_learning", moved([0.005, 0.0]), 400, 1.0),
         ("no_learning", moved([0.004, 0.0]), 400, None),
         ("no_learning", moved([1e-3], fc0=[0.0], fc1=[1e-9]), 400, 1.0),  # the upper median of those that moved
@@ -232,6 +290,7 @@ def gradients(**scales):
         ("vanishing_gradient", gradients(fc0=1e-4, fc1=2e-4), "fc0", 1.0),
         ("vanishing_gradient", gradients(fc0=1e-5, fc1=1e-5), "fc1", 10.0),
         ("vanishing_gradient", gradients(fc1=1e-5), "fc1", 0.0),  # behind a larger one
+        ("vanishing_gradient", gradients(fc0=10.0, fc1=1e-4, head=10.0), "fc1", 0.0),
         ("vanishing_gradient", gradients(fc1=1e-4), "fc1", 0.0),
         ("vanishing_gradient", gradients(fc0=1e-5, fc1=1.0, head=1e-5), "fc0", 0.0),
         ("vanishing_gradient", gradients(fc0=0.0), "fc0", None),
@@ -381,11 +440,14 @@ def test_a_frozen_batch_norm_in_evaluation_mode_is_right(classes, frozen, score)
     assert [found.value for found in rule.scores(judge.history)] == [score]
 
 
-def jump_of_loss(jump, first=0.0, bounds=(), norms=()):
-    """Return the scores of a jump after 40 losses of 10.01 and 9.99, of which the first five are `first` higher."""
-    history, rule = History(NETWORK), rule_named("loss_spike")
-    losses = [*[10.0 + first] * 5, *[9.99, 10.01] * 20]
-    for step, value in enumerate([*losses, 10.01 + jump]):  # the median of the last 16 is 10.01
+STEP = 2.0**-7
+
+
+def jump_of_loss(jump, first=0.0, bounds=(), norms=(), **settings):
+    """Return the scores of a jump after 40 losses that are `STEP` below and above 10, of which the first five are `first` higher."""
+    history, rule = History(NETWORK), type(rule_named("loss_spike"))(**settings)
+    losses = [*[10.0 + first] * 5, *[10.0 - STEP, 10.0 + STEP] * 20]
+    for step, value in enumerate([*losses, 10.0 + STEP + jump]):  # the median of the last 16 is 10 + STEP
         history.score_loss(step, value)
         history.add("loss", None, step, value)
     for step, bound in bounds:
@@ -404,6 +466,8 @@ def jump_of_loss(jump, first=0.0, bounds=(), norms=()):
         ({}, "error"),
         # the first losses differ by as much, or by more
         ({"first": -3.9}, "error"),
+        ({"first": STEP - 4.0}, "error"),
+        ({"first": -4.0}, "info"),
         ({"first": -4.1}, "info"),
         # the loss falls
         ({"first": 3.0, "jump": 400.0}, "info"),
@@ -414,6 +478,7 @@ def jump_of_loss(jump, first=0.0, bounds=(), norms=()):
         ({"bounds": [(45, 2.0)], "first": -4.1}, "error"),
         # something else has raised the loss by more than this jump
         ({"bounds": [(43, -2.0), (44, -1.9)]}, "error"),
+        ({"bounds": [(43, -2.0), (44, STEP - 2.0)]}, "error"),
         ({"bounds": [(43, -2.0), (44, -2.1)]}, "info"),
     ],
 )
@@ -429,7 +494,9 @@ def test_how_grave_a_jump_of_the_loss_is(options, at_most):
         ([(2.0**12, 2.0**13)], 1),  # 2
         ([(2.0**12, 2.0**13), (2.0**13, 1.99 * 2**11)], 1),  # almost 4
         ([(2.0**12, 2.0**13), (2.0**13, 2.01 * 2**11)], 0),
+        ([(2.0**12, 2.0**13), (2.0**13, 2.0**12)], 0),
         ([(math.inf, 2.0**13), (2.0**13, 2.0**12)], 1),
+        ([(1e200, 1e200)], 1),
         ([(0.0, 1.0)], 1),
     ],
 )
@@ -442,6 +509,7 @@ def test_a_jump_below_the_rounding_error_of_the_weights_is_none(norms, count):
     [
         ((0, -10, -30, -200), 1.0, 291, 2.0),
         ((0, -10, -30, -50.5), 1.0, 291, 0.505),
+        ((0, -0.5, -30, -200), 1.0, 291, 2.0),
         ((0, -10, -20, -200), 1.0, 291, 0.0),  # no faster
         ((0, -10, -30, -50), 1.0, 291, 0.0),
         ((0, 0, -30, -200), 1.0, 291, 0.0),
@@ -459,3 +527,148 @@ def test_the_score_of_a_loss_without_a_bound(levels, first, steps, score):
     """The thirds of the second half of 291 losses begin at 146, 194 and 242, and it ends with 286 to 290."""
     series = loss((first, 20), *zip(levels, (160, 40, 40, 40), strict=True))
     assert last("unbounded_loss", series, steps) == (score if score is None else pytest.approx(score))
+
+
+def test_a_jump_at_the_threshold_is_one():
+    (score,) = jump_of_loss(4.0, first=-4.1, deviations=1.0)
+    (equal,) = jump_of_loss(4.0, first=-4.1, deviations=score.value)
+    (below,) = jump_of_loss(4.0, first=-4.1, deviations=score.value * 1.001)
+    assert equal.value == 1.0
+    assert [found.at_most for found in (score, equal, below)] == ["info", "info", "error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "values"),
+    [
+        ("diverges", 21, {"loss": 2.0}),
+        ("unbounded_loss", 60, {"loss": -2.0}),
+        ("plateau", 320, {"loss": 2.0}),
+        ("scaler_skips", 100, {"step_skipped": 0.0}),
+    ],
+)
+def test_a_rule_has_a_score_from_this_value_on(name, count, values):
+    history, rule, numbers = History(NETWORK), rule_named(name), []
+    for step in range(count + 1):
+        for kind, value in values.items():
+            history.add(kind, None, step, value)
+        numbers += [step + 1 for _ in rule.scores(history)] if step >= count - 2 else []
+    assert numbers == [count, count + 1]
+
+
+@pytest.mark.parametrize(
+    ("deviation", "first", "step", "score"),
+    [
+        (0.5, 2.5, 0, 2.5 / 2 / math.log(10)),
+        (3.0, 5.0, 0, 5.0 / (math.log(10) + 4.5)),  # Jensen's bound
+        (3.0, 30.0, 0, 30.0 / (math.log(10) + 4.5)),
+        (4.4, 30.0, 0, 30.0 / (math.log(10) + 4.4 * math.sqrt(2 * math.log(10)))),  # the expected maximum
+        (9.0, 30.0, 0, 15.0 / math.log(10)),  # larger than any usual scale
+        (3.0, 30.0, 1, None),
+    ],
+)
+def test_a_usual_last_layer_explains_a_large_first_loss(deviation, first, step, score):
+    """The head has 100 inputs and 10 outputs, so that the norm of its weights is the root of 10 times the deviation of the logits."""
+    history, rule = History(NETWORK), rule_named("loss_at_init")
+    history.add("output_classes", None, step, 10.0)
+    for name, norm in (("fc0", 1.0), ("fc1", 1.0), ("head", math.sqrt(10) * deviation)):
+        history.add("weights_norm2", name, step, norm)
+    history.add("output_cross_entropy", None, step, first)
+    found = [(each.value, each.figure) for each in rule.scores(history)]
+    assert found == ([] if score is None else [(pytest.approx(score), first / math.log(10))])
+
+
+@pytest.mark.parametrize(("bound", "at_most"), [(-0.9, "error"), (-1.0, "error"), (-1.01, "info"), (1.01, "error")])
+def test_another_term_competes_if_it_has_raised_the_loss_by_more_than_a_guess(bound, at_most):
+    history, rule = History(NETWORK), rule_named("no_learning")
+    for step in range(0, 400, 10):
+        for (kind, name), value in lowered(bound * GUESS, 1).items():
+            if (number := value(step)) is not None:
+                history.add(kind, name, step, number)
+        found = [*rule.scores(history)]
+    assert [(score.at_most, score.figure) for score in found] == [(at_most, pytest.approx(0.95))]
+
+
+def without_gradient(*names, missing=("activations_variance",), then=None):
+    """Return series of weights that are updated, of which some have no gradient until sample `then`."""
+    kinds = {"weight_updates_norm2", "activations_variance", "weight_gradients_norm2"} - set(missing)
+    series = {(kind, name): sampled([1.0]) for kind in kinds for name in LAYERS}
+    for name in names:
+        del series["weight_gradients_norm2", name]
+        if then is not None:
+            series["weight_gradients_norm2", name] = sampled([None] * then + [1.0])
+    return series
+
+
+@pytest.mark.parametrize(
+    ("series", "samples", "steps"),
+    [
+        # from the input up to one layer, of modules that are known to be called: at once
+        (without_gradient("fc0", missing=()), 1, {"fc0": 0}),
+        (without_gradient("fc0", "fc1", missing=()), 1, {"fc0": 0, "fc1": 0}),
+        # others after 3 samples
+        (without_gradient("fc1", missing=()), 2, {}),
+        (without_gradient("fc1", missing=()), 3, {"fc1": 0}),
+        (without_gradient("fc0"), 2, {}),
+        (without_gradient("fc0"), 3, {"fc0": 0}),
+        (without_gradient("fc0"), 5, {"fc0": 0}),
+        (without_gradient("fc0", then=2), 4, {}),
+        (without_gradient(missing=()), 3, {}),
+        # what is frozen, not called, or has no update
+        (without_gradient("fc0", missing=()) | {("weight_requires_grad", "fc0"): sampled([0.0])}, 3, {}),
+        (without_gradient("fc0", missing=()) | {("weight_requires_grad", "fc0"): sampled([1.0])}, 3, {"fc0": 0}),
+        (without_gradient("fc0") | {("activations_variance", "fc0"): sampled([1.0])}, 3, {"fc0": 0}),
+        (without_gradient("fc0") | {("activations_variance", "fc1"): sampled([1.0])}, 3, {}),
+        ({key: value for key, value in without_gradient("fc0").items() if key[1] != "fc0"}, 3, {}),
+        # no sample of gradients
+        (without_gradient(*LAYERS, missing=()), 3, {}),
+    ],
+)
+def test_a_weight_without_a_gradient(series, samples, steps):
+    history, rule = History(NETWORK), rule_named("no_gradient")
+    for step in range(0, 10 * samples, 10):
+        for (kind, name), value in series.items():
+            if (number := value(step)) is not None:
+                history.add(kind, name, step, number)
+        found = [*rule.scores(history)]
+    assert {score.module: score.step for score in found if score.value == 1.0} == steps
+    assert {score.value for score in found} <= {0.0, 1.0}
+    assert all(score.figure == 0.0 for score in found)
+
+
+@pytest.mark.parametrize(
+    ("classes", "scales", "ratios"),
+    [
+        (None, {"fc0": 3.0, "head": 0.5}, {"fc0": 6.0, "fc1": 2.0}),
+        (10.0, {"fc0": 3.0, "head": 0.5}, {"fc0": 6.0, "fc1": 2.0}),
+        (100.0, {"fc0": 3.0, "fc1": 0.5}, {"fc0": 6.0, "head": 2.0}),  # the last with a row for each class
+        (7.0, {"fc0": 3.0, "head": 0.5}, {"fc0": 6.0, "fc1": 2.0}),
+    ],
+)
+def test_gradients_are_compared_with_those_of_the_last_matrix_of_classes(classes, scales, ratios):
+    history, rule = History(NETWORK), rule_named("exploding_gradient")
+    for step, expected in ((0, ratios), (10, {})):
+        for (kind, name), value in gradients(**scales).items():
+            history.add(kind, name, step, value(0))
+        if classes is not None:
+            history.add("output_classes", None, step, classes)
+        found = {score.module: (score.value, score.figure) for score in rule.scores(history)}
+        assert found == {name: (pytest.approx(ratio / 100), pytest.approx(ratio)) for name, ratio in expected.items()}
+
+
+def test_what_is_usual_for_gradients_are_twenty_samples_before_the_last_two():
+    values = [900.0] * 20 + [2.0] * 20 + [900.0, 120.0]
+    series = {("weight_gradients_norm2", name): sampled(values) for name in LAYERS}
+    assert last("gradient_spike", series, 10 * len(values)) == pytest.approx(math.log(60) / math.log(30))
+    (found,) = findings(rule_named("gradient_spike"), series, 10 * len(values))
+    assert found.value == pytest.approx(60.0)
+
+
+def test_the_figure_of_a_gradient_that_is_zero_is_0():
+    history, rule = History(NETWORK), rule_named("zero_gradient")
+    for name, norm in (("fc0", 1.0), ("fc1", 0.0), ("head", 1.0)):
+        history.add("weight_gradients_norm2", name, 0, norm)
+    assert [(score.module, score.value, score.figure) for score in rule.scores(history)] == [
+        ("fc0", 0.0, 0.0),
+        ("fc1", 1.0, 0.0),
+        ("head", 0.0, 0.0),
+    ]

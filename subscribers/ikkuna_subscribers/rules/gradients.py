@@ -244,7 +244,7 @@ class NotZeroedRule(Rule):
         growth = gradient_growth(history)
         if growth != growth:
             return
-        first = history.memory[self.name].setdefault("first", growth if history.is_complete else max(growth, 1.0))
+        first = history.memory[self.name].setdefault("first", growth)
         yield Score(growth / max(1.0, first) / self.factor, growth)
 
 
