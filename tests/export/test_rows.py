@@ -13,6 +13,7 @@ from ikkuna.export.subscriber import Subscriber
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.bus.delivery import Finished
 from ikkuna.metrics.messages.stamp import Stamp
+from ikkuna.metrics.subscriber.state import DeferredRow
 from ikkuna.numerics.statistics.float_code import WORTH_SAMPLING
 from ikkuna.numerics.statistics.table import COLUMN
 from ikkuna.observation.rows.part import HostCopy
@@ -147,7 +148,10 @@ def test_kinds_are_dropped_in_all_parts(case, summing):
     case.see([7.0], part=2)
     case.see([8.0])
     case.see([5.0], site=WEIGHTS)
+    stamp = case.recorder.rows.stamp
     case.recorder.rows.drop(frozenset(["activations"]))
+    assert case.recorder.rows.stamp == stamp
+    assert case.recorder.rows.stamp is not stamp
     assert set(case.close((2,))) == {"weights"}
     assert summing.values == []
 
@@ -207,6 +211,10 @@ def test_more_sites_than_the_table_had_rows(case):
         ([(2.0, 0), (5.0, 3)], 5.0),
         ([(math.inf, 4), (5.0, 2)], math.nan),
         ([(math.nan, "sum"), (5.0, "sum")], math.nan),
+        ([(math.nan, 4), (math.inf, 2)], math.nan),
+        ([(2.0, "total"), (5.0, "total"), (8.0, "total")], 15.0),
+        ([(math.inf, "total"), (5.0, "total")], math.nan),
+        ([(math.nan, "total"), (math.inf, "total")], math.nan),
     ],
 )
 @pytest.mark.parametrize("part", [0, 2])
@@ -363,3 +371,195 @@ def test_a_tensor_without_numbers_is_left_out_and_said_once(case, way, caplog):
 @pytest.mark.parametrize("known", CLOSE)
 def test_two_learning_rates_are_the_same_as_in_numpy(value, known):
     assert _are_close(value, known) == bool(np.isclose(value, known, rtol=1e-5, atol=0.0, equal_nan=True))
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(None, 7.0), (torch.tensor(4.0), 1.75), (torch.tensor([2.0]), 3.5)])
+def test_a_total_has_its_own_path_and_loses_its_scale(case, scale, expected):
+    for value in (2.0, 5.0):
+        case.see(value, site=LOSS, weight="total")
+    rows = case.recorder.rows
+    rows.rename_total(LOSS, "", "whole", scale)
+    if scale is not None:
+        scale.zero_()  # a scaler goes on
+    case.recorder.close().complete()
+    found = {rows.keys[row][1]: rows.values[row, COLUMN["mean"]] for row in rows.measured_rows()}
+    assert found == {"whole": expected}
+
+
+@pytest.mark.parametrize(("other", "paths"), [(7.0, {""}), (7.00001, {""}), (7.1, {"", "whole"}), (None, {"whole"})])
+def test_a_total_that_is_another_loss_is_left_out(case, other, paths):
+    case.recorder.receive(LOSS, torch.tensor(7.0), "whole")
+    if other is not None:
+        case.see(other, site=LOSS)
+    rows = case.recorder.rows
+    rows.drop_if_equal(LOSS, "whole", "")
+    case.recorder.close().complete()
+    assert {rows.keys[row][1] for row in rows.measured_rows()} == paths
+
+
+class Copy:
+    """A copy of one number from a device, which arrives at the second question."""
+
+    def __init__(self, tensors, error=None):
+        self.number, self.error, self.asked = len(tensors), error, 0
+
+    def arrived(self):
+        self.asked += 1
+        return self.asked > 1
+
+    def arrays(self):
+        if self.error is not None:
+            raise self.error
+        return [np.asarray(0.125)] * self.number
+
+
+def with_rates(case):
+    """Return the rows of a step with learning rates that are a number, a tensor of the host, and one of a device."""
+    case.see([1.0, 2.0])
+    rows = case.recorder.rows
+    rows.rates = {"number": 0.5, "host": torch.tensor(0.25), "device": torch.empty((), device="meta")}
+    return rows
+
+
+def test_rates_on_a_device_arrive_with_the_step(case, monkeypatch):
+    monkeypatch.setattr("ikkuna.observation.rows.rows.HostCopy", Copy)
+    rows = with_rates(case)
+    case.recorder.close()
+    assert [rows.arrived(), rows.arrived()] == [False, True]
+    rows.load()
+    assert rows.rates == {"number": 0.5, "host": 0.25, "device": 0.125}
+    assert rows.arrived()
+    assert case.bus.error_guard.errors == 0
+
+
+@pytest.mark.parametrize("when", ["copied", "awaited"])
+def test_a_device_that_fails_costs_its_own_values(when, monkeypatch, caplog):
+    case, error = Case(on_error="log"), RuntimeError("the device is gone")
+    if when == "awaited":
+        monkeypatch.setattr("ikkuna.observation.rows.rows.HostCopy", lambda tensors: Copy(tensors, error))
+    rows = with_rates(case)
+    case.recorder.close()
+    rows.complete()
+    assert rows.rates == {"number": 0.5, "host": 0.25}
+    assert rows.values[rows.measured_rows(), COLUMN["mean"]].tolist() == [1.5]
+    assert case.bus.error_guard.errors == 1
+    assert ("waiting for" in caplog.text, "copying the" in caplog.text) == (when == "awaited", when == "copied")
+    case.bus.close()
+
+
+@pytest.mark.parametrize("when", ["copied", "awaited"])
+def test_a_request_of_the_user_passes_a_copy(case, when, monkeypatch):
+    error = RuntimeError("the copy was interrupted")
+    error.__cause__ = KeyboardInterrupt()
+
+    def copy(tensors):
+        if when == "copied":
+            raise error
+        return Copy(tensors, error)
+
+    monkeypatch.setattr("ikkuna.observation.rows.rows.HostCopy", copy)
+    rows = with_rates(case)
+    with pytest.raises(KeyboardInterrupt):
+        (case.recorder.close(), rows.load())
+    assert case.bus.error_guard.errors == 0
+
+
+def test_rows_that_are_computed_later_fail_alone():
+    """A result that is no decomposition, and one that is."""
+    case = Case(*(subscribers := [Summing("activations", merge="last"), Summing("activations", merge="last")]))
+    case.bus.error_guard.set_policy("log")
+    case.see([1.0, 2.0])
+    rows, computed = case.recorder.rows, [lambda stack: 1 / 0, lambda stack: stack.sum(1, keepdim=True)]
+    found = []
+    for i, compute in enumerate(computed):
+        rows.measured = {}
+        registered = next(each for each in case.bus.registered if each.subscriber is subscribers[i])
+        rows.part(0).measured = {0: {registered: DeferredRow(torch.tensor([3.0, 4.0]), compute)}}
+        case.recorder.close()
+        rows.load()
+        found.append([array.tolist() for array in rows.measured[0].values()])
+        case.open()
+        rows = case.recorder.rows
+    assert found == [[], [[7.0]]]
+    assert case.bus.error_guard.errors == 1
+    case.bus.close()
+
+
+def test_discarded_rows_are_counted_and_keep_the_rates_that_are_known(case, monkeypatch):
+    monkeypatch.setattr("ikkuna.observation.rows.rows.HostCopy", Copy)
+    rows = with_rates(case)
+    case.see([5.0], site=WEIGHTS)
+    case.recorder.close()
+    assert rows.discard() == 2
+    assert set(rows.rates) == {"number", "host"}
+    assert rows.measured_rows() == []
+    assert rows.arrived()
+    assert rows.discard() == 0
+
+
+class Ranks:
+    """Another rank, whose measurements are here at the second question."""
+
+    def __init__(self):
+        self.calls = []
+
+    def arrived(self, rows):
+        self.calls.append("arrived")
+        return len(self.calls) > 1
+
+    def merge_into(self, rows):
+        self.calls.append("merged")
+
+    def abandon(self):
+        self.calls.append("abandoned")
+
+
+def test_the_measurements_of_other_ranks_are_awaited_and_merged(case):
+    case.see([1.0])
+    rows = case.recorder.close()
+    rows.abandon()  # there is no other rank
+    rows.rank_merge = ranks = Ranks()
+    assert [rows.arrived(), rows.arrived()] == [False, True]
+    rows.complete()
+    rows.abandon()
+    assert ranks.calls == ["arrived", "arrived", "merged", "abandoned"]
+
+
+class Both(Summing):
+    """Reads statistics beside what it measures."""
+
+    fields = ("m4",)
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.found: list[tuple[float, float]] = []
+
+    def compute(self, message: ModuleMessage) -> None:
+        self.found.append((float(message.data), message.record.mean))
+
+
+def test_a_subscriber_reads_statistics_beside_what_it_measures():
+    case = Case(both := Both("activations"), summing := Summing("activations"))
+    case.see([1.0, 2.0])
+    case.close()
+    assert both.found == [(3.0, 1.5)]
+    assert summing.values == [3.0]
+    case.bus.close()
+
+
+@pytest.mark.parametrize(("value", "is_finite"), [(1.0, True), (math.nan, False), (math.inf, False)])
+def test_a_step_is_plain_if_all_its_elements_are_finite_and_nothing_else_is_read(value, is_finite):
+    case = Case(summing := Summing("activations"))
+    case.see([value, 2.0])
+    case.see([3.0], site=WEIGHTS)
+    rows = case.recorder.close()
+    rows.complete()
+    for registered in case.bus.registered:
+        step, kinds = rows.step(registered), registered.kinds
+        assert step.stamp is rows.stamp
+        assert step.is_plain is (is_finite and registered.subscriber is not summing)
+        names = {"activations": {"fc"}, "weights": {"fc"}}.get(kinds[0], set())
+        assert {name for batch in step for name in batch.names.modules} == names
+        assert [batch.kind for batch in step] == [kind for kind in kinds if names]
+        assert bool(step.rows) is (bool(names) and registered.subscriber is not summing)
+    case.bus.close()
