@@ -110,6 +110,18 @@ def lowered(bound, sample, loss=5.0):
     return guess(output_cross_entropy=0.95 * GUESS, loss=lambda step: loss, loss_change_bound=bounds)
 
 
+def windows(first=1.04, last=1.04, now=1.0):
+    """Return a classifier at a guess with 31 losses in its first window, half of them higher, and in its last one."""
+    level = 0.95 * (2.1 + 9 / 640)
+
+    def value(step):
+        if step <= 30:
+            return level * {0: first, 1: 0.9, 30: last}.get(step, 1.04 if step % 2 else 0.9)
+        return level * ({100: now, 130: 1.0}.get(step, 1.1 if step % 2 else 1.0))
+
+    return guess(output_cross_entropy=level, label_count=320.0, loss=value)
+
+
 def at_guesses(bound=0.0):
     """Return a classifier at a guess whose labels are more even in the last nine of 21 samples."""
     entropies = [1.0] * 12 + [1.5] * 9
@@ -152,6 +164,7 @@ GUESS = 2.1 + 9 / 64  # the entropy of the labels, and the correction for 10 cla
         # the loss was high for 20 steps and has come back: the next time it must stay for 40
         ("diverges", loss((2.0, 20), (5.2, 25), (2.0, 35), (5.2, 50)), 120, 0.0),
         ("diverges", loss((2.0, 20), (5.2, 25), (2.0, 35), (5.2, 80)), 150, 2.0),
+        ("diverges", loss((2.0, 20), (2.8, 30)) | {("loss_change_bound", None): sampled([0, 0, 0.2, 0])}, 50, 0.5),
         # the loss was below 0, from where it can have fallen by any amount: 3.6 less 2 of what the movement has made
         (
             "diverges",
@@ -235,6 +248,19 @@ GUESS = 2.1 + 9 / 64  # the entropy of the labels, and the correction for 10 cla
             2101,
             1.0,
         ),
+        # the number of labels is that of the last ten samples
+        (
+            "no_learning",
+            guess(output_cross_entropy=0.95 * (2.1 + 9 / 640), label_count=sampled([8.0] * 12 + [320.0] * 9)),
+            201,
+            1.0,
+        ),
+        ("no_learning", moved([0.0]), 400, None),
+        # the median of all losses from the first to the last sample of a window, both of which count
+        ("no_learning", windows(), 131, 0.0),
+        ("no_learning", windows(first=0.9), 131, 1.0),
+        ("no_learning", windows(last=0.9), 131, 1.0),
+        ("no_learning", windows(now=1.1), 131, 1.0),
         # the movement has lowered the loss by more than 2% of the guess in the last ten samples
         ("no_learning", lowered(-0.02 * GUESS, 12), 171, 1.0),
         ("no_learning", lowered(-0.0201 * GUESS, 12), 171, 0.0),
@@ -393,6 +419,7 @@ def test_the_score_of_a_spike_of_gradients(series, steps, score):
         ([1.0, 5.0, 5.0, 5.0, 1.05], 1.0),  # the best value is 4 passes old
         ([1.0, 5.0, 5.0, 1.05], 1.0),
         ([1.0, 5.0, 1.05], 0.0),  # it is only 2 passes old
+        ([5.0, 1.0, 5.0, 1.05], 0.0),
         ([1.0, 5.0, 5.0, 2.1], 2.0),
         ([2.0, 0.5, 0.5, 0.5, 0.5, 1.05], 2.0),
         ([1.0, 1.05], None),
@@ -444,7 +471,7 @@ STEP = 2.0**-7
 
 
 def jump_of_loss(jump, first=0.0, bounds=(), norms=(), **settings):
-    """Return the scores of a jump after 40 losses that are `STEP` below and above 10, of which the first five are `first` higher."""
+    """Return the scores of a jump after losses that are `STEP` below and above 10; the first five are `first` higher."""
     history, rule = History(NETWORK), type(rule_named("loss_spike"))(**settings)
     losses = [*[10.0 + first] * 5, *[10.0 - STEP, 10.0 + STEP] * 20]
     for step, value in enumerate([*losses, 10.0 + STEP + jump]):  # the median of the last 16 is 10 + STEP
@@ -567,7 +594,7 @@ def test_a_rule_has_a_score_from_this_value_on(name, count, values):
     ],
 )
 def test_a_usual_last_layer_explains_a_large_first_loss(deviation, first, step, score):
-    """The head has 100 inputs and 10 outputs, so that the norm of its weights is the root of 10 times the deviation of the logits."""
+    """The head has 10 outputs, so that the norm of its weights is the root of 10 times the deviation of the logits."""
     history, rule = History(NETWORK), rule_named("loss_at_init")
     history.add("output_classes", None, step, 10.0)
     for name, norm in (("fc0", 1.0), ("fc1", 1.0), ("head", math.sqrt(10) * deviation)):
@@ -672,3 +699,12 @@ def test_the_figure_of_a_gradient_that_is_zero_is_0():
         ("fc1", 1.0, 0.0),
         ("head", 0.0, 0.0),
     ]
+
+
+def test_the_figure_of_a_loss_without_a_bound_is_its_level():
+    history, rule = History(NETWORK), rule_named("unbounded_loss")
+    for step in range(291):
+        history.add(
+            "loss", None, step, 1.0 if step < 20 else {4: -10.0, 5: -30.0, 6: -200.0}.get((step + 40) // 48, 0.0)
+        )
+    assert [score.figure for score in rule.scores(history)] == [-200.0]

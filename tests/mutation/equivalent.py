@@ -15,6 +15,39 @@ EQUIVALENT = {
                 "fresh = [found for found in history.loss_scores if found[0] > before and |found[2] > -math.inf]",
                 "both leave NaN out, and a score of -inf is that of a healthy step",
             ),
+            (
+                "True -> False",
+                "losses = dict(zip(curve.steps, curve.values, strict=|True))",
+                "a series has as many steps as values",
+            ),
+            (
+                "True -> False",
+                "values = list(zip(loss.steps, loss.values, strict=|True))",
+                "a series has as many steps as values",
+            ),
+            (
+                "abs(each / ranks - 1) < 0.15 -> abs(each / ranks - 1) <= 0.15",
+                "elif is_of_ranks and all(|abs(each / ranks - 1) < 0.15 for each in ratios):",
+                "no difference of 1 and a number of float64 is 0.15",
+            ),
+            (
+                "classes.last > 1 -> classes.last >= 1",
+                "if mean is None or entropy is None or count is None or classes is None or not |classes.last > 1:",
+                "the guess among one class is 0, which is too small as well",
+            ),
+        ),
+        "ikkuna/observation/rows/rows.py": (
+            (
+                "False -> True",
+                "self._is_finite = |False",
+                "it is read behind the search for measured rows, which sets it",
+            ),
+            (
+                "False -> True",
+                "self._is_pending = |False  # whether `load` has something to complete",
+                "nothing is completed, with more checks",
+            ),
+            ("0 -> 1", "whole = self._parts.get(0) or self.part(|0)", "no part is there, and a new one is empty"),
         ),
         "ikkuna/observation/rows/recorder.py": (
             (
