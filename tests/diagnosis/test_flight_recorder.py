@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import LossSubscriber, NormSubscriber
 from ikkuna.flight_recorder import options as memory
-from ikkuna.flight_recorder.recorder import CoolDown
+from ikkuna.flight_recorder.recorder import CoolDown, FlightRecorder
+from ikkuna.store.values import ModuleEntry
 from ikkuna.support.files import available_bytes
 from ikkuna.support.random_states import RandomReader, RandomStates
 from ikkuna.testing import small_model
@@ -410,6 +412,23 @@ def test_a_burst_counts_as_many_histograms_as_memory_permits_those_with_findings
     assert "39" in counted
     assert 2 <= len(counted) < 41
     assert len(set(burst["modules"]) - {""}) == 41  # all other statistics are there
+
+
+@pytest.mark.parametrize(
+    ("in_modules", "number", "chosen"),
+    [
+        *((True, 2, ""), (True, 3, "c"), (True, 8, "c"), (True, 9, "ca"), (True, 17, "ca"), (True, 18, "cab")),
+        *((False, 0, "c"), (False, 2, "c"), (False, 3, "ca"), (False, 8, "ca"), (False, 9, "cab")),
+    ],
+)
+def test_a_module_has_three_histograms_inside_and_three_for_each_parameter(in_modules, number, chosen):
+    network = [ModuleEntry(name, "Linear", (("p", (2,)),) * count) for name, count in (("a", 1), ("b", 2), ("c", 0))]
+    recorder = FlightRecorder.__new__(FlightRecorder)
+    recorder._findings = [SimpleNamespace(module="c"), SimpleNamespace(module=None)]
+    recorder._budget, recorder._bus = SimpleNamespace(histograms=number << 19), SimpleNamespace(network=network)
+    assert recorder._modules_with_histograms(in_modules) == [*chosen]
+    recorder._budget.histograms -= 1
+    assert len(recorder._modules_with_histograms(in_modules)) <= len(chosen)
 
 
 def test_the_rows_that_are_kept_fit_into_the_budget(tmp_path):

@@ -1,14 +1,18 @@
 """A judge applies rules step by step: patience, hysteresis, folding, restarts, and rules that fail."""
 
+import json
 import logging
 import math
 import re
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
 from ikkuna.diagnosis import Finding, History, Judge, Network, Rule, Score, get_rules
 from ikkuna.diagnosis.findings import FindingList
+from ikkuna.diagnosis.judge import _judge_session, findings_of
 from ikkuna.diagnosis.mistakes import EXPLAINS
+from ikkuna.diagnosis.stored_values import ValueGroup
 from ikkuna.errors import ConfigError, ConfigTypeError, PluginError
 from ikkuna.store.values import ModuleEntry
 
@@ -415,3 +419,143 @@ def test_there_are_events_if_and_only_if_something_has_changed():
         assert judge.events() == []
     assert sum(map(bool, kinds)) < len(kinds)
     assert len([kind for events in kinds for kind in events if kind != "judged"]) >= 1
+
+
+def ends(judge, values, first=0):
+    """Add a figure of `a` for each step, and return since when the finding has ended after each of them."""
+    found = []
+    for step, value in enumerate(values, first):
+        judge.add("figure", "a", step, value)
+        judge.finish_step(step)
+        found.append([finding.ended for finding in judge.findings])
+    return found
+
+
+def test_a_finding_ends_after_as_many_good_judgements_as_its_patience():
+    judge = Judge([AboveRule(patience=3)], NETWORK)
+    assert ends(judge, [2.0, 2.0, 2.0, 2.0, 0.1, 0.1, 0.1, 0.1]) == [[]] * 2 + [[None]] * 4 + [[6]] * 2
+
+
+def test_a_finding_from_before_a_restart_ends_once_the_new_history_is_long_enough():
+    judge = Judge([AboveRule(patience=3)], NETWORK)
+    ends(judge, [2.0] * 9)
+    assert ends(judge, [0.1] * 4, first=5) == [[None], [None], [7], [7]]
+
+
+def test_a_finding_of_a_check_is_ended_by_no_rule():
+    judge = Judge([AboveRule(patience=1)], NETWORK)
+    judge.add_finding(Finding("a_check", "error", "It is wrong.", "a"), 0)
+    assert ends(judge, [0.1] * 3) == [[None]] * 3
+
+
+@pytest.mark.parametrize(
+    ("module", "evidence"), [("c", ((0, 7.0),)), ("b", ((0, 5.0),)), ("a", ((0, 5.0),)), (None, ((0, 5.0),))]
+)
+def test_the_evidence_is_the_curve_of_the_module_or_the_first_one(module, evidence):
+    class OfKindRule(AboveRule):
+        uses = MappingProxyType({"other": ""})
+
+        def scores(self, history):
+            yield Score(2.0, 2.0, module, kind="other")
+
+    judge = Judge([OfKindRule(patience=1)], NETWORK)
+    judge.add("other", "c", 0, 7.0)
+    judge.add("other", "b", 0, 5.0)
+    judge.add("figure", "a", 0, 1.0)
+    (finding,) = judge.finish_step(0)
+    assert (finding.kind, finding.evidence) == ("other", evidence)
+
+
+@pytest.mark.parametrize("grave", ["error", "warning"])
+@pytest.mark.parametrize(
+    ("losses", "at_most", "severity", "against"),
+    [
+        ([], "error", None, []),
+        (
+            [2.0] * 3,
+            "error",
+            "info",
+            ["the loss has too few values to tell whether it falls; if it does not, this is "],
+        ),
+        ([2.0] * 40, "error", None, []),
+        ([2.0 * 0.9**step for step in range(40)], "error", "info", ["the loss falls, so this is not yet "]),
+        ([2.0] * 40, "info", "info", []),
+        ([2.0] * 40, "warning", "warning", []),
+    ],
+)
+def test_the_loss_and_the_score_bound_the_severity_of_a_finding(losses, at_most, severity, against, grave):
+    class BoundedRule(AboveRule):
+        severity_while_falling = "info"
+
+        def scores(self, history):
+            yield Score(2.0, 2.0, "a", at_most=at_most)
+
+    judge = Judge([BoundedRule(patience=1, severity=grave)], NETWORK)
+    for step, loss in enumerate(losses):
+        judge.add("loss", None, step, loss)
+        judge.finish_step(step)
+    judge.add("figure", "a", len(losses), 2.0)
+    (finding,) = judge.finish_step(len(losses))
+    assert finding.severity == (severity or grave)
+    assert finding.against == tuple(text + {"error": "an error", "warning": "a warning"}[grave] for text in against)
+
+
+def test_a_loss_up_to_the_threshold_is_no_spike():
+    judge = Judge(get_rules(["loss_spike"]))
+    assert judge.loss_threshold == math.inf
+    for step in range(48):
+        judge.add("loss", None, step, 2.0 + 0.01 * (step % 3))
+        judge.finish_step(step)
+    assert 2.02 < judge.loss_threshold < 3.0
+    judge.add("loss", None, 48, judge.loss_threshold - 1e-9)
+    assert not judge.is_urgent
+    judge.add("loss", None, 49, judge.loss_threshold * 2)
+    assert judge.is_urgent
+
+
+class Calls:
+    """A judge that keeps its calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def add_all(self, kind, names, step, values, pass_name):
+        self.calls.append((step, kind))
+
+    def finish_step(self, step):
+        self.calls.append((step, "judged"))
+
+
+def test_values_that_rules_have_read_and_others_that_were_shown_are_judged_step_by_step():
+    def values(kind, step):
+        return ValueGroup(kind, "training", [None], step, [1.0])
+
+    steps = [(1, [values("read", 1)]), (3, [values("read", 2), values("read", 3)]), (6, [])]
+    shown = [values(kind, int(step)) for kind, step in ["x0", "x1", "y1", "x2", "y2", "x3", "x7", "y7", "x8"]]
+    _judge_session(calls := Calls(), steps, iter(shown))
+    expected = "0x 0judged 1read 1x 1y 1judged 2x 2y 2judged 2read 3read 3x 3judged 6judged 7x 7y 7judged 8x 8judged"
+    assert " ".join(f"{step}{kind}" for step, kind in calls.calls) == expected
+    for number in range(3):
+        _judge_session(calls := Calls(), steps[:number], iter(()))
+        assert [step for step, kind in calls.calls if kind == "judged"] == [1, 3][:number]
+
+
+@pytest.mark.parametrize(
+    ("muted", "rules"),
+    [
+        ([], ["above", "spiked"]),
+        (["above"], ["spiked"]),
+        (["above:a"], ["spiked"]),
+        (["above:b"], ["above", "spiked"]),
+    ],
+)
+def test_muted_findings_are_stored_and_not_returned(muted, rules, tmp_path):
+    findings = [Finding("above", "error", "It is wrong.", "a"), Finding("spiked", "info", "It is high.")]
+    events = [{"event": "opened", "finding": finding.as_dict(), "step": 0} for finding in findings]
+    events.append({"event": "judged", "judged": ["above", "spiked"], "mute": muted, "step": 1})
+    (tmp_path / "findings.1.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (tmp_path / "data.1.jsonl").write_text("")
+    run = SimpleNamespace(path=tmp_path)
+    assert [finding.rule for finding in findings_of(run)] == rules
+    assert [finding.rule for finding in findings_of(run, muted=True)] == ["above", "spiked"]
+    assert findings_of(run).note == ("" if len(rules) == 2 else "1 muted finding is not shown; --muted shows them.")

@@ -111,6 +111,16 @@ EQUIVALENT = {
                 "values are added at once instead of later, which changes time and no finding",
             ),
             (
+                "0 -> 1",
+                "if step < last or value - value != |0:",
+                "values are added at once instead of later, which changes time and no finding",
+            ),
+            (
+                "self._deferred_rules.update(self._judges.get(kind, ())) -> pass",
+                "|self._deferred_rules.update(self._judges.get(kind, ()))",
+                "values are added in each step instead of later, which changes time and no finding",
+            ),
+            (
                 "if kind not in self._deferred_kinds: -> if not kind not in self._deferred_kinds:",
                 "|if kind not in self._deferred_kinds:",
                 "values are added at once instead of later, which changes time and no finding",
