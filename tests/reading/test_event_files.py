@@ -18,7 +18,7 @@ import ikkuna
 from ikkuna.reading import StoredRun
 from ikkuna.store import event_reader
 from ikkuna.store.event_format import float32, scalar_prefix, step_record
-from ikkuna.store.event_reader import EventFile
+from ikkuna.store.event_reader import EventFile, MalformedError
 from ikkuna.store.event_records import record
 from ikkuna.testing import small_model
 
@@ -264,3 +264,90 @@ def test_a_record_that_is_no_event_is_lost_and_leaves_nothing(is_native, tmp_pat
     values, _, _, lost, _ = columns_of(path, is_native)
     assert len(values) == 40
     assert lost == len(event)
+
+
+@BOTH
+def test_starts_and_entries_without_a_value(is_native, tmp_path):
+    """Of a session, the start alone replaces earlier values; a tag without a value is none."""
+    path = tmp_path / "events.out.tfevents.1"
+    logs = [SessionLog(status=status, checkpoint_path="x", msg="y") for status in (0, 2, 3, 1)]
+    starts = [record(Event(step=step, session_log=log).SerializeToString()) for step, log in enumerate(logs)]
+    only_tag = b"\x0a\x06\x0a\x04loss"
+    empty = step_record(only_tag, 7, 0.0)
+    path.write_bytes(packed([5]) + b"".join(starts) + empty + packed([6]) + starts[3])
+    columns = EventFile(path, is_native).update()
+    assert columns.steps.tolist() == [5, 6]
+    assert columns.starts.tolist() == [[3, 1, 0], [3, 2, 0]]
+    assert columns.others.tolist() == []
+    assert (columns.lost, len(columns.tags), len(columns.value)) == (0, 20, 40)
+
+
+@BOTH
+def test_other_values_have_their_place_in_the_file(is_native, tmp_path):
+    path = tmp_path / "events.out.tfevents.1"
+    entries = {
+        kind: b"\x0a\x01" + b"abcdefgh"[kind - 1 : kind] + bytes([kind << 3 | 2, 3]) + b"xyz"
+        for kind in (3, 4, 5, 6, 7, 8)
+    }
+    records = [
+        step_record(b"\x0a" + bytes([len(entry)]) + entry, step, 0.5) for step, entry in enumerate(entries.values())
+    ]
+    path.write_bytes(packed([]) + b"".join(records))
+    columns, data = EventFile(path, is_native).update(), path.read_bytes()
+    assert columns.steps.tolist() == [0, 1, 2, 3, 5]  # the seventh field is metadata
+    assert [columns.tags[tag] for tag in columns.others[:, 0].tolist()] == ["c", "d", "e", "f", "h"]
+    assert columns.others[:, 1].tolist() == [0, 1, 2, 3, 4]
+    assert columns.others[:, 2].tolist() == [3, 4, 5, 6, 8]
+    assert [data[place : place + size] for place, size in columns.others[:, 3:].tolist()] == [
+        entry for kind, entry in entries.items() if kind != 7
+    ]
+    assert columns.times.tolist() == [0.5] * 5
+
+
+def test_python_reads_only_where_the_library_is_not_wanted():
+    assert isinstance(event_reader.new_scanner(False), event_reader.PythonScanner)
+    assert isinstance(event_reader.new_scanner(True), event_reader.NativeScanner) is (
+        event_reader.event_library() is not None
+    )
+
+
+@pytest.mark.parametrize("value", [0, 1, 127, 128, 300, 2**31, 2**63, 2**64 - 1])
+def test_a_number_of_variable_length_is_read_back(value):
+    rest, data = value, b""
+    while rest > 127:
+        data, rest = data + bytes([rest & 127 | 128]), rest >> 7
+    data += bytes([rest])
+    assert event_reader.varint(b"ab" + data + b"c", 2) == (value, 2 + len(data))
+    assert [*event_reader.fields(b"\x18" + data)] == [(3, value, 1)]
+    with pytest.raises(MalformedError, match="incomplete"):
+        event_reader.varint(data[:-1], 0)
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"\xff" * 10 + b"\x01", "more than ten bytes"),
+        (b"\x0b", "no type 3"),
+        (b"\x0c", "no type 4"),
+        (b"\x0f", "no type 7"),
+        (b"\x0a\x04abc", "a field is incomplete"),
+        (b"\x09" + b"1234567", "a field is incomplete"),
+        (b"\x0d123", "a field is incomplete"),
+    ],
+)
+def test_bytes_that_are_no_message_are_refused_with_the_reason(data, text):
+    with pytest.raises(MalformedError, match=text):
+        list(event_reader.fields(data))
+
+
+def test_fields_of_each_type_have_their_value_and_place():
+    data = b"\x09" + b"12345678" + b"\x15" + b"1234" + b"\x1a\x02ab" + b"\x22\x00"
+    assert [*event_reader.fields(data)] == [(1, b"12345678", 1), (2, b"1234", 10), (3, b"ab", 16), (4, b"", 20)]
+    assert event_reader.number(struct.pack("<f", 0.1)) == np.float32(0.1)
+    assert event_reader.number(struct.pack("<d", 0.1)) == 0.1
+    assert event_reader.floats(struct.pack("<3d", 0.1, 2.0, -1.0)) == [0.1, 2.0, -1.0]
+    assert event_reader.floats(b"") == []
+    for function, wrong in [(event_reader.number, (3, b"123", b"12345")), (event_reader.floats, (3, b"123456789"))]:
+        for value in wrong:
+            with pytest.raises(MalformedError):
+                function(value)

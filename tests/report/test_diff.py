@@ -1,6 +1,8 @@
 """The first difference between two runs is found, and noise is none."""
 
 import json
+import math
+import random
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ from torch import nn
 import ikkuna
 from ikkuna import cli
 from ikkuna.reading import read_run
-from ikkuna.report.difference import compare_paths, compare_runs
+from ikkuna.report.difference import _parting, compare_paths, compare_runs, training_order, write_diff
+from ikkuna.store.stored_run import SeriesValues
+from ikkuna.store.values import ModuleEntry, ModuleOrder
 
 
 def train(directory, change=None, steps=30, width=8):
@@ -198,3 +202,94 @@ def test_runs_of_one_name_are_told_apart_by_the_parents_that_differ(tmp_path):
     runs = [train(tmp_path / name / "run", steps=2) for name in ("first", "second")]
     _, a, b = compare_paths(*runs)
     assert (a.name, b.name) == ("first/run/run0001", "second/run/run0001")
+
+
+def distance(a, b):
+    """Return how far two values are apart."""
+    if a == b or (a != a and b != b):
+        return 0.0
+    return abs(a - b) if math.isfinite(a - b) else math.inf
+
+
+def first_difference(first, second, repeats, tolerance):
+    """Return step and noise of the first difference that lasts, with one loop over steps, see `compare_runs`."""
+    steps = sorted(first.keys() & second.keys())
+    repeats = [each for each in repeats if each.keys() & first.keys()]
+    noises, within = [], 0.0
+    for step in steps:
+        size = max(abs(value) if math.isfinite(value) else 0.0 for value in (first[step], second[step]))
+        seen = [distance(first[s], each[s]) for each in repeats for s in each.keys() & first.keys() if s <= step]
+        spread = max((value for value in seen if value < math.inf), default=0.0) if repeats else within
+        noises.append(max(tolerance * size, 6 * spread))
+        if (own := distance(first[step], second[step])) <= noises[-1]:
+            within = max(within, own)
+    beyond = [distance(first[s], second[s]) > noise for s, noise in zip(steps, noises, strict=True)]
+    for i, step in enumerate(steps):
+        if beyond[i] and 2 * sum(beyond[i : i + 3]) > len(beyond[i : i + 3]):
+            return step, noises[i]
+    return None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_first_difference_is_that_of_a_loop_over_the_steps(seed):
+    """Values and tolerance are binary fractions, so that differences equal the noise often."""
+    draw, found_ones = random.Random(seed), 0
+    values = [*[1.0] * 30, *[1.25] * 8, *[0.75] * 4, 1.5, 2.5, 2.75, 3.0, 9.0, 0.0, -1.0, math.nan, math.inf, -math.inf]
+
+    def series():
+        steps = sorted(draw.sample(range(12), draw.randint(0, 12)))
+        return {step: draw.choice(values) for step in steps}
+
+    def stored(series):
+        return SeriesValues(
+            np.array([*series], np.int64), np.array([*series.values()], np.float64), np.zeros(len(series))
+        )
+
+    for _ in range(400):
+        a, b, repeats = series(), series(), [series() for _ in range(draw.choice([0, 0, 1, 2]))]
+        tolerance = draw.choice([0.0, 0.125, 0.25])
+        found = _parting("loss", "a", stored(a), stored(b), map(stored, repeats), tolerance)
+        expected = first_difference(a, b, repeats, tolerance)
+        assert (None if found is None else (found.step, found.noise)) == expected, (a, b, repeats, tolerance)
+        if found is not None:
+            assert (found.kind, found.module) == ("loss", "a")
+            assert str((found.first, found.second)) == str((a[found.step], b[found.step]))
+            found_ones += 1
+    assert 50 < found_ones < 350
+
+
+def test_differences_of_a_step_are_in_the_order_of_its_computation():
+    """The network is last in the backward pass, and the first layer in front of it."""
+    order = ModuleOrder([ModuleEntry(name, "Linear") for name in ("stem", "body", "head")])
+    places = {"activations": (0, False), "loss": (1, False), "gradients": (2, True), "loss.x": (3, False)}
+    ordered = [
+        *((0, "activations", None), (0, "activations", "stem"), (0, "activations", "body"), (0, "activations", "head")),
+        *((0, "loss", None), (0, "loss.testing", None), (0, "gradients", "head"), (0, "gradients", "body")),
+        *((0, "gradients", "stem"), (0, "gradients", None), (0, "loss.x", None), (1, "activations", "stem")),
+    ]
+    shuffled = random.Random(0).sample(ordered, len(ordered))
+    assert sorted(shuffled, key=lambda each: training_order(*each, order, places)) == ordered
+
+
+def test_the_modules_and_series_of_two_runs_are_counted(base, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    for run, names in (("a", "xyz"), ("b", "zvy")):
+        entries = [{"kind": "l1", "module": name, "pass": "training", "step": 0, "value": 1.0} for name in names]
+        (tmp_path / run / "values.1.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    found = compare_runs(read_run(tmp_path / "a"), read_run(tmp_path / "b"))
+    assert (found.common, found.compared, found.only_first, found.only_second) == (2, 2, ["x"], ["v"])
+    same = compare_runs(read_run(base), read_run(base))
+    assert (same.common, same.is_same_model, same.only_first) == (4, True, [])
+    other = compare_runs(read_run(base), read_run(tmp_path / "a"))
+    assert (other.common, other.compared, other.only_first) == (0, 0, ["stem", "act", "body", "head"])
+    assert not other.is_same_model
+
+
+def test_the_page_is_written_where_it_is_wanted(tmp_path):
+    runs = [write(tmp_path / name, noisy(seed)) for name, seed in (("a", 1), ("b", 2))]
+    found, first, second = compare_paths(*runs)
+    said = []
+    assert write_diff(found, first, second, tmp_path / "page.html", said.append) == tmp_path / "page.html"
+    assert said == ["drawing", ""]
+    assert "<title>ikkuna: a and b" in (tmp_path / "page.html").read_text()
