@@ -268,7 +268,7 @@ def test_a_record_that_is_no_event_is_lost_and_leaves_nothing(is_native, tmp_pat
 
 @BOTH
 def test_starts_and_entries_without_a_value(is_native, tmp_path):
-    """Of a session, the start alone replaces earlier values; a tag without a value is none."""
+    """The start of a session alone replaces earlier values; a tag without a value is none."""
     path = tmp_path / "events.out.tfevents.1"
     logs = [SessionLog(status=status, checkpoint_path="x", msg="y") for status in (0, 2, 3, 1)]
     starts = [record(Event(step=step, session_log=log).SerializeToString()) for step, log in enumerate(logs)]
