@@ -10,7 +10,7 @@ import pytest
 
 from ikkuna.diagnosis import Finding, History, Judge, Network, Rule, Score, get_rules
 from ikkuna.diagnosis.findings import FindingList
-from ikkuna.diagnosis.judge import _judge_session, findings_of
+from ikkuna.diagnosis.judge import LOSS_BETWEEN, _judge_session, findings_of
 from ikkuna.diagnosis.mistakes import EXPLAINS
 from ikkuna.diagnosis.stored_values import ValueGroup
 from ikkuna.errors import ConfigError, ConfigTypeError, PluginError
@@ -559,3 +559,15 @@ def test_muted_findings_are_stored_and_not_returned(muted, rules, tmp_path):
     assert [finding.rule for finding in findings_of(run)] == rules
     assert [finding.rule for finding in findings_of(run, muted=True)] == ["above", "spiked"]
     assert findings_of(run).note == ("" if len(rules) == 2 else "1 muted finding is not shown; --muted shows them.")
+
+
+@pytest.mark.parametrize(
+    ("value", "steps"), [(2.01, [0, 50]), (90.0, [0, 25, 50]), (math.nan, [0, 25, 50]), (math.inf, [0, 25, 50])]
+)
+def test_a_loss_between_two_others_is_one_if_it_is_a_spike_or_not_finite(value, steps):
+    judge = Judge([PacedRule()])
+    for step in range(51):
+        kind = "loss" if step % 50 == 0 else LOSS_BETWEEN
+        judge.add(kind, None, step, value if step == 25 else 2.0 + 0.01 * (step % 3))
+        judge.finish_step(step)
+    assert list(judge.history.curve("loss").steps) == steps

@@ -165,6 +165,12 @@ GUESS = 2.1 + 9 / 64  # the entropy of the labels, and the correction for 10 cla
         ("diverges", loss((2.0, 20), (5.2, 25), (2.0, 35), (5.2, 50)), 120, 0.0),
         ("diverges", loss((2.0, 20), (5.2, 25), (2.0, 35), (5.2, 80)), 150, 2.0),
         ("diverges", loss((2.0, 20), (2.8, 30)) | {("loss_change_bound", None): sampled([0, 0, 0.2, 0])}, 50, 0.5),
+        (
+            "diverges",
+            loss((2.0, 1), (2.8, 1), (2.0, 18), (5.2, 30)) | {("loss_change_bound", None): {0: 9.0, 1: 0.8}.get},
+            50,
+            0.5,
+        ),
         # the loss was below 0, from where it can have fallen by any amount: 3.6 less 2 of what the movement has made
         (
             "diverges",

@@ -4,6 +4,7 @@ import logging
 import math
 import re
 from dataclasses import FrozenInstanceError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from ikkuna.export.subscriber import (
     TrainAccuracySubscriber,
     VarianceSubscriber,
 )
-from ikkuna.metrics.bus.delivery import Event
+from ikkuna.metrics.bus.delivery import Event, Item
 from ikkuna.metrics.messages.kinds import BUILT_IN
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.testing import RecordingBackend
@@ -974,3 +975,65 @@ def test_inference_mode_is_ignored(bus):
     assert {(s.kind, step) for s, _, step in recording.values} == {
         *(("activations_norm2", 0), ("activations_norm2", 1), ("held_out", 0), ("held_out_3", 0))
     }
+
+
+class Recorded(Item):
+    """An item that notes what happens to it, and is interrupted."""
+
+    def __init__(self, number, calls, error=None):
+        self.stamp, self.calls, self.error = Stamp(number, number, 0), calls, error
+
+    def deliver(self, bus):
+        self.calls.append(("delivered", self.stamp.global_step))
+        bus.expected = {None: []} if self.error else {}
+        if self.error is not None:
+            raise self.error
+
+    def abandon(self, bus):
+        self.calls.append(("abandoned", self.stamp.global_step, dict(bus.expected)))
+
+
+def test_an_interrupted_item_is_abandoned_and_those_behind_it_are_delivered(bus, caplog):
+    calls = []
+    bus.queue.extend([Recorded(1, calls, KeyboardInterrupt()), Recorded(2, calls), Recorded(3, calls)])
+    with pytest.raises(KeyboardInterrupt):
+        bus.drain()
+    assert calls == [("delivered", 1)]
+    bus.drain()
+    assert calls == [("delivered", 1), ("abandoned", 1, {}), ("delivered", 2), ("delivered", 3)]
+    assert not bus.queue
+    assert caplog.messages == ["an exception has interrupted the delivery of step 1; some of its values are missing"]
+
+
+def test_an_item_with_an_error_is_lost_alone(bus):
+    calls = []
+    bus.queue.extend([Recorded(1, calls, ValueError("wrong")), Recorded(2, calls)])
+    bus.drain()
+    assert calls == [("delivered", 1), ("delivered", 2)]
+    assert bus.error_guard.errors == 1
+    assert not bus.queue
+
+
+def test_values_that_an_item_leaves_reach_the_run(bus, monkeypatch):
+    added = []
+    monkeypatch.setattr(bus, "run", SimpleNamespace(add_all=lambda *arguments: added.append(arguments)))
+
+    class Adding(Recorded):
+        def deliver(self, bus):
+            bus.added["targets", 7] = (("tb",), ["value"])
+            bus.added["others", 8] = (("csv",), [])
+
+    bus.queue.append(Adding(1, []))
+    bus.drain()
+    assert added == [(["value"], 7, ("tb",))]
+    assert bus.added == {}
+
+
+def test_a_subscriber_that_has_handled_an_event_early_does_not_get_it_again(bus):
+    handled = []
+    subscribers = [CallbackSubscriber("epoch_finished", lambda message, i=i: handled.append(i)) for i in range(2)]
+    for each in subscribers:
+        bus.register_subscriber(each)
+    early = next(each for each in bus.registered if each.subscriber is subscribers[0])
+    bus.publish(NetworkMessage(Stamp(0, 0, 0), "epoch_finished"), {early: ()})
+    assert handled == [1]

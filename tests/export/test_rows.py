@@ -12,6 +12,8 @@ from ikkuna.export.messages import Message, ModuleMessage
 from ikkuna.export.subscriber import Subscriber
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.bus.delivery import Finished
+from ikkuna.metrics.messages.batch import MeasuredStep
+from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.state import DeferredRow
 from ikkuna.numerics.statistics.float_code import WORTH_SAMPLING
@@ -562,4 +564,37 @@ def test_a_step_is_plain_if_all_its_elements_are_finite_and_nothing_else_is_read
         assert {name for batch in step for name in batch.names.modules} == names
         assert [batch.kind for batch in step] == [kind for kind in kinds if names]
         assert bool(step.rows) is (bool(names) and registered.subscriber is not summing)
+    case.bus.close()
+
+
+class Stepping(Subscriber):
+    """Takes whole steps."""
+
+    fields = ("m4",)
+
+    def __init__(self, *kinds: str) -> None:
+        super().__init__(*kinds)
+        self.found: list[object] = []
+
+    def compute_step(self, step: MeasuredStep) -> None:
+        self.found.append((step.stamp, [batch.kind for batch in step]))
+
+
+def test_the_observer_sees_a_step_before_and_after_its_subscribers():
+    case, calls = Case(stepping := Stepping("activations")), []
+
+    class Observer:
+        def rows_complete(self, rows: Rows, event: NetworkMessage) -> None:
+            calls.append((rows.stamp, event.skipped, dict(event.data), list(stepping.found)))
+
+        def step_delivered(self, stamp: Stamp) -> None:
+            calls.append((stamp, list(stepping.found)))
+
+    case.see([1.0, 2.0])
+    case.recorder.rows.rates = {"group 0": 0.5}
+    rows = case.recorder.close()
+    Finished(rows, NetworkMessage(STAMP, "batch_finished", {}), Observer()).deliver(case.bus)
+    seen = [(STAMP, ["activations"])]
+    assert stepping.found == seen
+    assert calls == [(STAMP, False, {"learning_rates": {"group 0": 0.5}}, []), (STAMP, seen)]
     case.bus.close()
