@@ -568,7 +568,7 @@ def test_a_step_is_plain_if_all_its_elements_are_finite_and_nothing_else_is_read
 
 
 class Stepping(Subscriber):
-    """Takes whole steps."""
+    """Keeps whole steps."""
 
     fields = ("m4",)
 
@@ -597,4 +597,29 @@ def test_the_observer_sees_a_step_before_and_after_its_subscribers():
     seen = [(STAMP, ["activations"])]
     assert stepping.found == seen
     assert calls == [(STAMP, False, {"learning_rates": {"group 0": 0.5}}, []), (STAMP, seen)]
+    case.bus.close()
+
+
+class Finishing(Stepping):
+    """Keeps the end of steps, too."""
+
+    def finish(self, stamp: Stamp) -> None:
+        self.found.append("end")
+
+
+@pytest.mark.parametrize(("skipped", "sees", "count"), [(False, False, 2), (True, False, 0), (True, True, 2)])
+def test_a_step_that_was_skipped_is_for_those_that_see_it(skipped, sees, count):
+    finishing = type("SeeingSubscriber", (Finishing,), {"sees_skipped": sees})("activations")
+    case, calls = Case(finishing), []
+
+    class Observer:
+        def step_delivered(self, stamp: Stamp) -> None:
+            calls.append(stamp)
+
+    case.see([1.0, 2.0])
+    rows = case.recorder.close()
+    rows.skipped = skipped
+    Finished(rows, None, Observer()).deliver(case.bus)
+    assert finishing.found == [(STAMP, ["activations"]), "end"][:count]
+    assert calls == []  # another pass than training
     case.bus.close()

@@ -56,6 +56,10 @@ EQUIVALENT = {
                 "the other way measures the same, with more checks",
             ),
         ),
+        "ikkuna/store/event_reader.py": tuple(
+            ("1 -> 2", f"np.array(self._{name}, np.int64).reshape(-|1, {size}),", "any negative size is computed")
+            for name, size in (("others", "OTHER_FIELDS"), ("starts", "START_FIELDS"))
+        ),
         "ikkuna/observation/steps/counters.py": (
             ("False -> True", "self._is_apart = |False", "it is read behind a forward, which has set it"),
             ("0.0 -> 1.0", "self._ended = |0.0", "it is read behind the end of a step, which has set it"),

@@ -351,3 +351,11 @@ def test_fields_of_each_type_have_their_value_and_place():
         for value in wrong:
             with pytest.raises(MalformedError):
                 function(value)
+
+
+@BOTH
+def test_an_event_without_step_and_time_has_zeros(is_native, tmp_path):
+    path, entry = tmp_path / "events.out.tfevents.1", scalar_prefix("loss") + float32(0.5)
+    path.write_bytes(record(b"\x2a" + bytes([len(entry)]) + entry))
+    columns = EventFile(path, is_native).update()
+    assert (columns.steps.tolist(), columns.times.tolist(), columns.value.tolist()) == ([0], [0.0], [0.5])
