@@ -56,6 +56,18 @@ EQUIVALENT = {
                 "the other way measures the same, with more checks",
             ),
         ),
+        "subscribers/ikkuna_subscribers/rules/gradients.py": (
+            (
+                "0.0 -> 1.0",
+                'last_name, last = ([each for each in scales if is_of_classes(history, each[0])] or scales or [("", |0.0)])[-1]',
+                "without matrices there is no score",
+            ),
+            (
+                "0.0 -> 1.0",
+                "largest = max((scale for _, scale in scales), default=|0.0)",
+                "without matrices there is no score",
+            ),
+        ),
         "ikkuna/store/event_reader.py": tuple(
             ("1 -> 2", f"np.array(self._{name}, np.int64).reshape(-|1, {size}),", "any negative size is computed")
             for name, size in (("others", "OTHER_FIELDS"), ("starts", "START_FIELDS"))

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from ikkuna.errors import LogDirError
-from ikkuna.store.append_file import AppendFile
+from ikkuna.store.append_file import AppendFile, ReplaceableFile, process_name, reason, unique_stem
 
 
 @pytest.mark.fault(72, 78)
@@ -207,3 +207,123 @@ def test_a_file_is_read_after_those_of_other_processes(tmp_path, other):
     file.close()
     assert sorted([file.path.name, f"plain.{name}"])[-1] == file.path.name
     assert file.path.name < "plain.9999999999"
+
+
+@pytest.mark.parametrize(
+    ("host", "name"), [("node-1_a", "node-1_a"), ("a.b c/d", "a-b-c-d"), ("", "localhost"), ("x" * 65, "x" * 64)]
+)
+def test_a_stem_names_second_host_process_and_counter(host, name, monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: host)
+    assert process_name() == f"{name}.{os.getpid()}"
+    assert unique_stem(1234, 7) == f"0000001234.{name}.{os.getpid()}.007"
+
+
+def test_the_reason_of_an_error_is_that_of_the_system():
+    assert reason(FileExistsError(errno.EEXIST, "File exists")) == "it exists and is not a directory"
+    assert reason(OSError(errno.ENOSPC, "No space")) == "No space"
+    assert reason(OSError("odd")) == "odd"
+
+
+class Format:
+    """Names what is replaced in its header."""
+
+    replaces_bytes = True
+
+    def name(self, stem):
+        return f"x.{stem}"
+
+    def header(self, replaced=None):
+        return b"H" if replaced is None else f"R{replaced.size},{replaced.step};".encode()
+
+
+def test_blocks_after_the_last_finish_continue_in_a_new_file(tmp_path, caplog):
+    file = ReplaceableFile(tmp_path, Format())
+    first = file.path
+    assert (file.append(b"abc"), file.append(b"de")) == (True, True)
+    file.finish(2)
+    assert file.append(b"fg")
+    assert file.replace_end([b"de", b"fg"], 7, "has failed")
+    assert first.read_bytes() == b"Habc"
+    assert file.append(b"h")
+    assert file.path.read_bytes() == b"R4,7;defgh"
+    assert sorted(os.listdir(tmp_path)) == [first.name, file.path.name]
+    assert f"'{first}' has failed; the values since the last success are in '{file.path}'" in caplog.text
+    file.finish(1)
+    file.sync()
+    file.path.unlink()
+    assert not file.append(b"i")
+    assert file.replace_end([b"h"], None, "is gone")
+    assert file.path.read_bytes() == b"R9,None;h"
+    file.close()
+
+
+def test_a_new_file_that_fails_leaves_the_earlier_one_as_it_was(tmp_path, monkeypatch):
+    file = ReplaceableFile(tmp_path, Format())
+    first = file.path
+    file.append(b"abc")
+
+    def fail(descriptor):
+        raise OSError(errno.EIO, "broken")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="broken"):
+            file.replace_end([b"abc"], 0, "has failed")
+    assert (os.listdir(tmp_path), file.path) == ([first.name], first)
+    assert file.append(b"d")
+    assert first.read_bytes() == b"Habcd"
+    file.close()
+
+
+def test_a_file_is_created_by_its_first_block(tmp_path):
+    made = []
+
+    def directory():
+        made.append(tmp_path / "run")
+        return made[-1]
+
+    file = ReplaceableFile(directory, Format())
+    file.sync()
+    file.finish(0)
+    file.close()
+    assert (file.path, file.label, made) == (None, "x.*", [])
+    assert file.append(b"a")
+    assert file.append(b"b")
+    assert made == [tmp_path / "run"]
+    assert (file.label, file.path.parent, file.path.read_bytes()) == (str(file.path), made[0], b"Hab")
+    file.close()
+
+
+def test_a_file_that_is_abandoned_goes_on_in_a_temporary_directory(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    file = ReplaceableFile(tmp_path / "run", Format())
+    first = file.path
+    file.append(b"a")
+    assert not file.move_to_temporary_directory()
+    assert file.path == first
+    assert file.append(b"b")
+    (tmp_path / "none").mkdir()
+    assert file.move_to_temporary_directory()
+    assert file.path.parent.name.startswith("ikkuna-run-")
+    assert f"'{first}' is abandoned; continuing in '{file.path}'" in caplog.text
+    assert file.append(b"c")
+    assert (first.read_bytes(), file.path.read_bytes()) == (b"Hab", b"Hc")
+    file.close()
+
+
+def test_a_hidden_file_does_not_take_the_name_of_another_one(tmp_path):
+    old = AppendFile(tmp_path, "x.{}".format)
+    hidden = AppendFile(tmp_path, "x.{}".format, following=old)
+    hidden.append(b"new")
+    taken = tmp_path / f"x.{hidden.path.name.removeprefix('.unfinished.')}"
+    taken.write_bytes(b"other")
+    with pytest.raises(FileExistsError):
+        hidden.publish()
+    assert taken.read_bytes() == b"other"
+    taken.unlink()
+    hidden.publish()
+    assert (hidden.path, taken.read_bytes()) == (taken, b"new")
+    assert not hidden.deleted()
+    hidden.delete()
+    assert os.listdir(tmp_path) == [old.path.name]
+    old.close()
