@@ -58,6 +58,11 @@ EQUIVALENT = {
         ),
         "subscribers/ikkuna_subscribers/rules/gradients.py": (
             (
+                "True -> False",
+                "for name, is_unreached in zip(used, flags, strict=|True):",
+                "there is a flag for each name",
+            ),
+            (
                 "0.0 -> 1.0",
                 'last_name, last = ([each for each in scales if is_of_classes(history, each[0])] or scales or [("", |0.0)])[-1]',
                 "without matrices there is no score",
