@@ -423,9 +423,7 @@ class IdleSteps:
                 is_plain = is_plain and not isinstance(rate, Tensor)
             if size != self._size:
                 return False
-            if (
-                self._call is None
-            ):  # otherwise the backward began at what the loss module has returned, without a factor
+            if self._call is None:  # else the backward began at what the loss module has returned, without a factor
                 running, scaler = running_steps()
                 if len(running) != 1 or (self._takes_losses and scaler is not None):
                     return False
