@@ -57,7 +57,11 @@ def host_as_device() -> Iterator[None]:
     on_device = patch.object(Part, "statistics", lambda part, x: part.on_device(x.device))
     launch = patch.object(triton_launcher, "launch", silent)
     not_native = patch.object(recorder, "library", lambda: None)
-    always = patch.object(recorder.Recorder, "_receive_plain", recorder.Recorder._receive_on_device)
+    always = patch.object(
+        recorder.Recorder,
+        "_receive_plain",
+        lambda self, rows, part, *args: self._receive_on_device(rows.part(part), *args),
+    )
     with (
         on_device,
         launch,

@@ -97,8 +97,6 @@ class LrTooHighRule(Rule):
         has_risen = loss is not None and _has_risen(loss)
         if has_risen or (history.step >= since + 10 and not 0.01 * largest < ratio < self.ratio):
             yield Score(largest / self.ratio, largest, step=since)
-        elif history.step > 20:
-            yield Score(largest / self.ratio, largest, step=since, at_most="info")
 
 
 def _has_risen(loss: TimeSeries) -> bool:

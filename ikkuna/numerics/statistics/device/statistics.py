@@ -200,7 +200,7 @@ def _sampled(row: int, n: int) -> CountOwner:
 class DeviceStatistics:
     """A row of statistics for each number that a caller gives, and histograms beside it, on one device.
 
-    `HostStatistics` has the same methods.  Only `record` waits for the device.
+    It measures as `HostStatistics` does, and waits for the device nowhere.
 
     Parameters
     ----------
@@ -217,12 +217,14 @@ class DeviceStatistics:
     Examples
     --------
     >>> from ikkuna.numerics.statistics import needed_fields
+    >>> from ikkuna.numerics.statistics.table import COLUMN
     >>> statistics, fields = DeviceStatistics(torch.device("cpu")), needed_fields(["m2", "max"])
     >>> for x in (torch.tensor([1.0, 2.0]), torch.tensor([6.0])):
     ...     added = statistics.add(0, x, fields)
-    >>> record = statistics.record(0, fields)
-    >>> record.mean, record.variance(), record.max
-    (3.0, 4.666666666666667, 6.0)
+    >>> taken, histograms = statistics.take()
+    >>> rows, values = taken.rows({name: tensor.numpy() for name, tensor in taken.tensors.items()})
+    >>> rows, values[0, [COLUMN[name] for name in ("mean", "m2", "max")]].tolist()
+    ([0], [3.0, 14.0, 6.0])
     """
 
     def __init__(self, device: torch.device, imprecise: ImpreciseRows | None = None) -> None:
