@@ -137,10 +137,8 @@ class AppendFile:
                 continue
             # TensorBoard reads every file with ``tfevents`` in its name
             path = directory / (f".unfinished.{stem}" if is_hidden else final)
-            try:
+            with contextlib.suppress(FileExistsError):
                 return final, path, os.open(path, _FLAGS, 0o644)
-            except FileExistsError:
-                continue
         raise AssertionError("unreachable")
 
     def publish(self) -> None:

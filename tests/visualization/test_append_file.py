@@ -2,11 +2,13 @@ import errno
 import os
 import stat
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ikkuna.errors import LogDirError
-from ikkuna.store.append_file import AppendFile, ReplaceableFile, process_name, reason, unique_stem
+from ikkuna.store.append_file import AppendFile, ReplaceableFile, make_directories, process_name, reason, unique_stem
 
 
 @pytest.mark.fault(72, 78)
@@ -194,6 +196,195 @@ def test_a_directory_without_rights_is_refused_with_the_reason(tmp_path):
     tmp_path.chmod(0o555)
     with pytest.raises(LogDirError, match="Permission denied"):
         AppendFile(tmp_path / "run", str)
+
+
+@pytest.mark.parametrize("following", [None, (49, 3), (50, 3), (51, 3)])
+@pytest.mark.parametrize(
+    ("clock", "present", "stem"),
+    [
+        (0.9, [], (0, 0)),
+        (50.9, [], (50, 0)),
+        (50.0, ["x.0000000049.{own}.000"], (50, 0)),
+        (50.0, ["x.0000000050.{own}.000", "x.0000000050.{own}.001"], (50, 2)),
+        (50.0, ["x.0000000060.{own}.000"], (60, 1)),
+        (50.0, ["x.0000000049.other.1.000"], (50, 0)),
+        (50.0, ["x.0000000050.other.1.000"], (51, 0)),
+        (50.0, ["x.0000000060.other.1.000", "x.0000000061.{own}.000"], (61, 1)),
+        (
+            50.0,
+            ["y.0000000060.other.1.000", "x.000000060.other.1.000", "x.00000000060.o.1.000", "x.a000000060.o"],
+            (50, 0),
+        ),
+    ],
+)
+def test_the_name_of_a_file_is_the_first_one_after_all_others(tmp_path, monkeypatch, clock, present, stem, following):
+    monkeypatch.setattr("time.time", lambda: clock)
+    for name in present:
+        (tmp_path / name.format(own=process_name())).touch()
+    before = following and SimpleNamespace(_second=following[0], _counter=following[1])
+    if following is not None and following[0] >= int(clock):
+        second = max(stem[0], following[0])
+        stem = second, max(following[1] + 1, stem[1] if stem[0] == second else 0)
+    file = AppendFile(tmp_path, "x.{}".format, following=before)
+    file.append(b"block")
+    if following is not None:
+        assert file.path.name == f".unfinished.{unique_stem(*stem)}"
+        file.publish()
+    file.close()
+    assert (file.path, file.path.read_bytes()) == (tmp_path / f"x.{unique_stem(*stem)}", b"block")
+
+
+def test_a_hidden_file_passes_over_names_that_are_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 50.0)
+    first = AppendFile(tmp_path, "x.{}".format)
+    (tmp_path / f"x.{unique_stem(50, 1)}").touch()
+    (tmp_path / f".unfinished.{unique_stem(50, 2)}").touch()
+    file = AppendFile(tmp_path, "x.{}".format, following=first)
+    assert file.path.name == f".unfinished.{unique_stem(50, 3)}"
+    for each in (file, first):
+        each.close()
+
+
+@pytest.mark.parametrize("depth", range(4))
+def test_a_directory_is_created_with_its_parents_and_may_exist(tmp_path, depth):
+    directory = tmp_path.joinpath(*"abc"[:depth])
+    for _ in range(2):
+        make_directories(directory)
+        assert directory.is_dir()
+    (directory / "file").touch()
+    with pytest.raises(FileExistsError):
+        make_directories(directory / "file")
+
+
+class Calls:
+    """Records the names of the files that are synchronised, and how often one is truncated."""
+
+    def __init__(self, monkeypatch):
+        self.synced, self.cut = [], 0
+        fsync, ftruncate = os.fsync, os.ftruncate
+
+        def sync(descriptor):
+            self.synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+            fsync(descriptor)
+
+        def truncate(descriptor, size):
+            self.cut += 1
+            ftruncate(descriptor, size)
+
+        monkeypatch.setattr(os, "fsync", sync)
+        monkeypatch.setattr(os, "ftruncate", truncate)
+
+    def since(self):
+        """Return what was synchronised since the last call."""
+        found, self.synced = self.synced, []
+        return found
+
+
+def test_names_and_contents_are_synchronised_in_this_order(tmp_path, monkeypatch):
+    """A directory after each new name in it, and a file before it gets its name."""
+    calls, directory = Calls(monkeypatch), tmp_path / "run"
+    file = ReplaceableFile(directory, Format())
+    assert calls.since() == ["run"]
+    file.append(b"a")
+    assert calls.since() == []
+    file.sync()
+    assert calls.since() == [file.path.name]
+    file.replace_end([b"a"], 0, "has failed")
+    assert calls.since() == ["run", f".unfinished.{file.path.name[2:]}", "run"]
+    file.close()
+
+
+def test_only_what_was_torn_is_truncated_and_only_once(tmp_path, monkeypatch):
+    calls, write = Calls(monkeypatch), os.write
+    file = AppendFile(tmp_path, str)
+    for _ in range(2):
+        file.append(b"whole")
+    assert calls.cut == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
+        with pytest.raises(OSError, match="only 3 of 6 bytes were written"):
+            file.append(b"second")
+    for _ in range(2):
+        file.append(b"third")
+    file.close()
+    assert calls.cut == 1
+    assert file.path.read_bytes() == b"wholewholethirdthird"
+
+
+def test_a_torn_block_that_could_not_be_removed_is_removed_at_the_end(tmp_path, monkeypatch):
+    file, write = AppendFile(tmp_path, str), os.write
+    file.append(b"first")
+
+    def broken(descriptor, size):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
+        patched.setattr(os, "ftruncate", broken)
+        with pytest.raises(OSError, match="Input/output"):
+            file.append(b"second")
+    assert file.path.read_bytes() == b"firstsec"
+    file.close()
+    assert file.path.read_bytes() == b"first"
+
+
+@pytest.mark.fault(321)
+@pytest.mark.parametrize(
+    ("use", "content"),
+    [
+        (lambda file: file.append(b"c"), b"abc"),
+        (lambda file: file.sync(), b"ab"),
+        (lambda file: file.retract(), b"a"),
+        (lambda file: file.deleted(), b"ab"),
+    ],
+)
+def test_each_use_of_a_descriptor_that_other_code_has_closed_opens_the_file_again(tmp_path, use, content):
+    file = AppendFile(tmp_path / "log", str)
+    file.append(b"ab")
+    file.finish(1)
+    os.close(file._descriptor)
+    use(file)
+    assert file.path.read_bytes() == content
+    assert file.path.samefile(f"/proc/self/fd/{file._descriptor}")
+    file.close()
+
+
+def open_descriptors():
+    return set(os.listdir("/proc/self/fd"))
+
+
+def test_every_end_of_a_file_closes_its_descriptor(tmp_path, monkeypatch):
+    before = open_descriptors()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    file = ReplaceableFile(tmp_path / "run", Format())
+    for number in range(3):
+        file.append(b"a")
+        file.replace_end([b"a"], 0, "has failed")
+        assert len(open_descriptors() - before) == 1, number
+    file.move_to_temporary_directory()
+    assert len(open_descriptors() - before) == 1
+    file.close()
+    assert open_descriptors() == before
+    other = AppendFile(tmp_path / "run", str)
+    os.close(other._descriptor)
+    other.path.rename(tmp_path / "away")
+    other.path.write_bytes(b"another")
+    assert other.deleted()
+    assert open_descriptors() == before
+    other = AppendFile(tmp_path / "run", str)
+    other.delete()
+    assert open_descriptors() == before
+
+
+def test_a_file_that_was_not_created_goes_on_in_a_temporary_directory(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    file = ReplaceableFile(lambda: tmp_path / "missing", Format())
+    assert file.move_to_temporary_directory()
+    assert (file.append(b"a"), file.path.read_bytes()) == (True, b"Ha")
+    assert [each.name for each in tmp_path.iterdir()] == [file.path.parent.name]
+    assert file.path.parent.name.startswith("ikkuna-run-")
+    assert f"'x.*' is abandoned; continuing in '{file.path}'" in caplog.text
+    file.close()
 
 
 @pytest.mark.parametrize("other", ["{later}.host.1.000", "{now}.zzz.99999999.000", "{earlier}.host.1.000"])
