@@ -1,6 +1,5 @@
 """Backends that pass values to the loggers of other libraries."""
 
-import io
 import math
 import time
 from abc import abstractmethod
@@ -23,13 +22,9 @@ from ikkuna.support.threads import Worker
 
 def matrix_picture(matrix: Matrix, title: str = "") -> Any:
     """Return the picture of a matrix as an image of Pillow, which matplotlib requires."""
-    from PIL import Image
+    from ikkuna.backends.pictures.cells import draw_matrix
 
-    from ikkuna.backends.pictures.canvas import encode_png
-    from ikkuna.backends.pictures.drawing import draw_matrix
-
-    figure = draw_matrix(matrix.values, matrix.rows, matrix.columns, limits=matrix.limits, title=title)
-    return Image.open(io.BytesIO(encode_png(figure, 100.0))).convert("RGB")
+    return draw_matrix(matrix.values, matrix.rows, matrix.columns, limits=matrix.limits, title=title)
 
 
 @dataclass(slots=True)

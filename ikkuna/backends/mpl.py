@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from ikkuna.backends.backend import Backend
-from ikkuna.backends.pictures.canvas import encode_png
+from ikkuna.backends.pictures.cells import draw_matrix, encode_png
 from ikkuna.backends.pictures.chart import Chart, HistogramChart, MatrixChart, MatrixView
-from ikkuna.backends.pictures.drawing import draw_chart, draw_histograms, draw_matrix
+from ikkuna.backends.pictures.drawing import draw_chart, draw_histograms, encode_figure
 from ikkuna.backends.pictures.redraw import NotebookDisplay, PNGPicture, RedrawThread, in_notebook
 from ikkuna.errors import ConfigError
-from ikkuna.figures.style import NotebookFigure
 from ikkuna.store.names import Series, picture_name
 from ikkuna.store.values import Matrix, ModuleEntry, ModuleOrder
 from ikkuna.support.failures import FailureCounter, log, raise_users_exception
@@ -24,7 +23,7 @@ class _ChartImage:
     The training thread adds values, the drawing thread draws; they hold the lock only to copy numbers.
     """
 
-    def __init__(self, name: str, chart: Any, draw: Callable[[Any], NotebookFigure], dpi: float) -> None:
+    def __init__(self, name: str, chart: Any, draw: Callable[[Any], bytes]) -> None:
         self.name = name
         self.picture = PNGPicture(name)
         self.display: NotebookDisplay | None = None
@@ -32,7 +31,6 @@ class _ChartImage:
         self.folder = ""
         self._chart = chart
         self._draw = draw
-        self._dpi = dpi
         self._lock = threading.RLock()  # a signal handler may enter it again
         self._added = self._drawn = 0
         self._step = 0
@@ -60,7 +58,7 @@ class _ChartImage:
         """Draw the chart, write the file, and update the display."""
         with self._lock:
             view, added = self._chart.view(), self._added
-        self.picture = PNGPicture(self.name, encode_png(self._draw(view), self._dpi))
+        self.picture = PNGPicture(self.name, self._draw(view))
         if self.display is not None:
             self.display.update(self.picture)
         if self.directory is not None:
@@ -174,14 +172,20 @@ class MPLBackend(Backend):
 
     def _new_image(self, series: Series, name: str, ending: str) -> _ChartImage:
         chart: Any
-        draw: Callable[[Any], NotebookFigure]
+        draw: Callable[[Any], bytes]
         if ending == "_matrix":
-            chart, draw = MatrixChart(series), _draw_matrix
+            chart, draw = MatrixChart(series), lambda view: _draw_matrix(view, self._dpi)
         elif ending:
-            chart, draw = HistogramChart(series), lambda view: draw_histograms(view, self._order.key)
+            chart, draw = (
+                HistogramChart(series),
+                lambda view: encode_figure(draw_histograms(view, self._order.key), self._dpi),
+            )
         else:
-            chart, draw = Chart(series, self._lines), lambda view: draw_chart(view, self._order.key)
-        image = _ChartImage(name, chart, draw, self._dpi)
+            chart, draw = (
+                Chart(series, self._lines),
+                lambda view: encode_figure(draw_chart(view, self._order.key), self._dpi),
+            )
+        image = _ChartImage(name, chart, draw)
         image.directory, image.folder = self._directory, self._folder
         self._images = {**self._images, name: image}  # a new dict, because the thread may be iterating over the old one
         return image
@@ -235,10 +239,12 @@ class MPLBackend(Backend):
         return self._thread.is_up_to_date()
 
 
-def _draw_matrix(view: MatrixView) -> NotebookFigure:
+def _draw_matrix(view: MatrixView, dpi: float) -> bytes:
     matrix = view.matrix
     title = f"{view.title}, step {view.step}"
-    return draw_matrix(matrix.values, matrix.rows, matrix.columns, limits=matrix.limits, title=title)
+    return encode_png(
+        draw_matrix(matrix.values, matrix.rows, matrix.columns, limits=matrix.limits, title=title, dpi=dpi)
+    )
 
 
 def _replace(path: Path, data: bytes) -> None:

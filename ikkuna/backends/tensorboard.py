@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -103,8 +102,7 @@ class HeatmapImage:
 
     def draw(self) -> None:
         """Draw the values and write the image."""
-        from ikkuna.backends.pictures.canvas import encode_png
-        from ikkuna.backends.pictures.drawing import draw_heatmap
+        from ikkuna.backends.pictures.cells import draw_heatmap, encode_png
 
         with self._lock:
             view, step = self._heatmap.view(), self._step
@@ -138,8 +136,7 @@ class MatrixImage:
 
     def draw(self) -> None:
         """Draw the matrix and write the image."""
-        from ikkuna.backends.pictures.canvas import encode_png
-        from ikkuna.backends.pictures.drawing import draw_matrix
+        from ikkuna.backends.pictures.cells import draw_matrix, encode_png
 
         matrix, self.is_waiting = self._matrix, False
         try:
@@ -338,9 +335,7 @@ class TensorBoardBackend(FileBackend):
         self._closed = False
         self._resumed_at: int | None = None
         self._matrices = MatrixQueue()
-        # matplotlib is imported in the thread, because that takes half a second
-        renderer = partial(import_module, "ikkuna.backends.pictures.canvas")
-        self._thread = RedrawThread(self._drawables, _DRAWING_INTERVAL, renderer)
+        self._thread = RedrawThread(self._drawables, _DRAWING_INTERVAL)
         self._order = ModuleOrder()
         self._config: Mapping[str, ConfigValue] | None = None
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.backends.pictures.canvas import ColourScale
+from ikkuna.backends.pictures.cells import ColourScale
 from ikkuna.diagnosis.stored_findings import read_findings
 from ikkuna.report.charts import folded
 from ikkuna.report.content import RunContent, network_charts, run_name

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import fromarray
 
-from ikkuna.backends.pictures.canvas import COLOURS, MISSING, NONFINITE, ZERO, ColourScale, palette
+from ikkuna.backends.pictures.cells import COLOURS, MISSING, NONFINITE, ZERO, ColourScale, palette
 from ikkuna.report.charts import ticks
 from ikkuna.store import StoredHistogram, StoredRun
 from ikkuna.store.quantity import Quantity

@@ -15,7 +15,7 @@ from torch import nn
 
 import ikkuna
 from ikkuna import cli
-from ikkuna.backends.pictures.canvas import COLOURS, MISSING, NONFINITE, ZERO, ColourScale
+from ikkuna.backends.pictures.cells import COLOURS, MISSING, NONFINITE, ZERO, ColourScale
 from ikkuna.backends.tensorboard import TensorBoardBackend
 from ikkuna.diagnosis import Finding, Findings
 from ikkuna.errors import ConfigError

@@ -11,9 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ikkuna.backends import tensorboard
 from ikkuna.backends.backend import get_backend
-from ikkuna.backends.pictures import drawing as matrix_picture
-from ikkuna.backends.pictures.canvas import NONFINITE, ZERO, encode_png, palette
-from ikkuna.backends.pictures.drawing import draw_matrix
+from ikkuna.backends.pictures import cells as matrix_picture
+from ikkuna.backends.pictures.cells import NONFINITE, ZERO, Labels, draw_matrix, encode_png, palette
 from ikkuna.backends.run import Run
 from ikkuna.backends.tensorboard import MatrixImage, MatrixQueue, TensorBoardBackend
 from ikkuna.store.json_lines import read
@@ -198,10 +197,29 @@ def test_large_matrices_are_bounded_by_their_values():
 
 def test_a_large_matrix_is_drawn_with_some_of_its_names():
     names = tuple(f"layers.{i}" for i in range(1000))
-    picture = draw_matrix(np.eye(1000), names, names, limits=(0.0, 1.0))
-    assert 40 < len(picture.texts) < 150
-    width, height = picture.get_size_inches()
-    assert max(width, height) < 16
+    shown = [len(list(Labels(names, 1, is_horizontal).shown())) for is_horizontal in (False, True)]
+    assert all(10 < count < 75 for count in shown)
+    assert max(draw_matrix(np.eye(1000), names, names, limits=(0.0, 1.0)).size) < 1600
+
+
+def test_a_picture_of_twice_the_resolution_has_the_same_cells():
+    values, names = np.random.default_rng(0).random((20, 30)), [f"layers.{i}.attention" for i in range(30)]
+    small, large = (draw_matrix(values, names[:20], names, title="likeness", dpi=dpi) for dpi in (100.0, 200.0))
+    assert large.size == (2 * small.width, 2 * small.height)
+    box = small.width - 24 - 17 * 30, 34, small.width - 24, 34 + 20 * 21  # without the labels
+    enlarged = large.resize(small.size, Image.Resampling.NEAREST)
+    assert np.array_equal(small.crop(box), enlarged.crop(box))
+
+
+def test_long_names_of_columns_are_written_from_below():
+    names = ("a name of more than fifteen letters", "another one of more than fifteen")
+    picture = np.asarray(draw_matrix(np.eye(2), ("a", "b"), names))
+    legend, cells = picture.shape[0] - 52, 10 + 2 * 24
+    dark = (picture[cells:legend] < 100).all(-1)
+    rows, columns = np.nonzero(dark)
+    assert rows.max() - rows.min() > 200  # as long as the names
+    groups = np.split(np.unique(columns), np.nonzero(np.diff(np.unique(columns)) > 100)[0] + 1)
+    assert [group.max() - group.min() < 18 for group in groups] == [True, True]
 
 
 def test_names_are_not_read_as_formulas():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 from uuid import uuid4
 
-from ikkuna.support.failures import FailureCounter, log, raise_users_exception, suppressed
+from ikkuna.support.failures import FailureCounter, log, raise_users_exception
 from ikkuna.support.threads import Worker
 
 
@@ -107,8 +107,6 @@ class RedrawThread:
         Returns the pictures.
     interval : float
         In seconds.
-    prepare : callable
-        Called in the thread before the first round, such as an import that takes long.
 
     Attributes
     ----------
@@ -120,11 +118,9 @@ class RedrawThread:
         self,
         drawables: Callable[[], Iterable[Drawable]],
         interval: float,
-        prepare: Callable[[], object] = lambda: None,
     ) -> None:
         self._drawables = drawables
         self._interval = interval
-        self._prepare: Callable[[], object] | None = prepare
         self._failures = FailureCounter()
         self._requested = self._done = 0  # rounds
         self._next_at = math.inf  # the time of the next round
@@ -188,10 +184,6 @@ class RedrawThread:
 
     def draw(self) -> None:
         """Draw all changed pictures."""
-        prepare, self._prepare = self._prepare, None
-        if prepare is not None:
-            with suppressed(Exception):  # the drawings fail too, and say why
-                prepare()
         begin, wanted = time.monotonic(), self._requested
         try:
             for drawable in self._drawables():
