@@ -527,7 +527,7 @@ def raw_pixels_without_a_normalisation():
     return with_optimizer(model, (x * 60 + 120, y), nn.CrossEntropyLoss())
 
 
-@mistake(("no_gradient", "error", "0"))
+@mistake(("no_gradient", "error", "1"))
 def detached_layer():
     class Detach(nn.Module):
         def forward(self, x):
@@ -572,7 +572,7 @@ def layer_that_the_loss_does_not_use():
     return with_optimizer(Model(), vectors(), loss)
 
 
-@mistake(("no_gradient", "error", None), ("frozen_in_optimizer", "info", None))
+@mistake(("no_gradient", "error", "4"), ("frozen_in_optimizer", "info", None))
 def everything_frozen():
     model, *rest = classifier()
     return model.requires_grad_(False), *rest

@@ -118,7 +118,8 @@ class RecordedObjective:
         self._read_losses(sums.losses_in(graph.nodes, outputs), is_known, is_alone)
         added = terms(graph, self._samples)
         if added is not None:
-            self._found += sums.mixed_reduction(added, _is_of_data)
+            for node, finding in sums.mixed_reduction(added, _is_of_data):
+                self._found.append(replace(finding, module=_module_behind(node, of_model)))
             self._found += () if is_known else sums.outer_difference(added, self._samples)
             if is_alone:
                 self._found += sums.unbounded(added, self._samples)

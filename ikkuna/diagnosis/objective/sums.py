@@ -154,8 +154,10 @@ def _first_of(node: Any, skipped: tuple[str, ...]) -> Any:
 # -- reductions --------------------------------------------------------------------------------------------------------
 
 
-def mixed_reduction(terms: list[Term], of_data: Callable[[Any], bool]) -> Iterator[Finding]:
+def mixed_reduction(terms: list[Term], of_data: Callable[[Any], bool]) -> Iterator[tuple[Any, Finding]]:
     """Find a sum over the samples beside a mean over them, whose factor does not make up for the number of samples.
+
+    The node is that of the sum.
 
     Parameters
     ----------
@@ -171,9 +173,8 @@ def mixed_reduction(terms: list[Term], of_data: Callable[[Any], bool]) -> Iterat
     least, most = min(abs(each.factor) for each in sums), max(abs(each.factor) for each in means)
     if most and least >= most:
         names = f"The sum is that of {_words(sums[0].node)}, the mean that of {_words(means[0].node)}"
-        yield MIXED_REDUCTION.found(
-            detail=f"{names}, with factors of {least:.3g} and {most:.3g}: their ratio changes with the size of the batch."
-        )
+        detail = f"{names}, with factors of {least:.3g} and {most:.3g}: their ratio changes with the size of the batch."
+        yield sums[0].node, MIXED_REDUCTION.found(detail=detail)
 
 
 def _words(node: Any) -> str:

@@ -20,7 +20,6 @@ from ikkuna.diagnosis.preflight_checks.signal import has_substitute_gradient, re
 from ikkuna.diagnosis.preflight_checks.trial import Trial, perturbed_output
 from ikkuna.printable import listed
 from ikkuna.store.finding import Finding
-from ikkuna.support.modules import class_name
 from ikkuna.support.torch_internals import BATCH_NORMS
 from ikkuna.support.undisturbed import run_model
 
@@ -310,36 +309,40 @@ def random_output(trial: Trial) -> Iterator[Finding]:
     if not difference:
         return
     if dropouts:
-        yield RANDOM_OUTPUT.found(difference, dropouts[0], detail=f"Dropout is on in {listed(dropouts)}.")
+        yield RANDOM_OUTPUT.found(difference, dropouts[0], detail=f"Dropout is on in or behind {listed(dropouts)}.")
     else:
         yield RANDOM_OUTPUT.found(difference, detail="The model may sample on purpose.", at_most="info")
 
 
 def _run_again(trial: Trial) -> tuple[Tensor, list[str]]:
-    """Return the output with other random numbers, and the names of the modules that apply dropout."""
+    """Return the output with other random numbers, and the names of the modules that apply dropout.
+
+    If the model itself calls the function, it is the module that ended last, behind which dropout is applied.
+    """
     with trial.running():
         trial.random_states().seeded(_SEED).restore()
         batch = trial.batch.copy()
-        with recorded(trial.model, trial.names, batch.size) as record, _DropoutMode(record) as mode:
+        with recorded(trial.model, trial.names, batch.size) as record, _DropoutMode(record, trial.root) as mode:
             try:
                 result = run_model(trial.model, batch.inputs)
             except Exception as error:
                 raise CannotJudgeError(f"with other random numbers the model raises {type(error).__name__}") from error
-        root = class_name(trial.model).lower()
-        return main_output(result, batch.loss_inside), list(dict.fromkeys(name or root for name in mode.modules))
+        return main_output(result, batch.loss_inside), list(dict.fromkeys(mode.modules))
 
 
 class _DropoutMode(TorchFunctionMode):
     """Collects the modules that call a dropout function which is on."""
 
-    def __init__(self, record: ForwardRecord) -> None:
+    def __init__(self, record: ForwardRecord, root: str) -> None:
         self.record = record
         self.modules: list[str] = []
+        self.root = root
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _is_dropout(func, args, kwargs):
-            self.modules.append(self.record.running[-1] if self.record.running else "")
+            *_, before = [self.root, *(call.name for call in self.record.calls)]
+            self.modules.append(before if self.record.running in ([], [self.root]) else self.record.running[-1])
         return func(*args, **kwargs)
 
 

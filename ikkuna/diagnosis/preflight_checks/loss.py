@@ -25,6 +25,7 @@ from ikkuna.diagnosis.preflight_checks.contracts import findings_of
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, Classification
 from ikkuna.diagnosis.preflight_checks.trial import Trial, loss_with
 from ikkuna.numerics.prediction import initial_cross_entropy, initial_logit_deviation
+from ikkuna.printable import listed
 from ikkuna.store.finding import Finding
 from ikkuna.support.failures import error_text
 from ikkuna.support.modules import module_of
@@ -75,12 +76,40 @@ def loss_at_init(trial: Trial) -> Iterator[Finding]:
             reason = "the model is certain and wrong"
         detail = f"It is {entropy:.3g}, and that of a guess {guess:.3g}: {reason}."
         is_named = last is not None and (is_large or entropy <= explained)
+        module = next(module_of(n) for n, p in trial.model.named_parameters() if p is last) if is_named else None
+        large = _large_layers(trial) if is_large else []
         yield LOSS_AT_INIT.found(
             entropy / guess,
-            detail=detail,
-            module=next(module_of(n) for n, p in trial.model.named_parameters() if p is last) if is_named else None,
+            detail=f"{detail} So are those of {listed([n for n in large if n != module])}."
+            if len(large) > 1
+            else detail,
+            module=module,
+            modules=tuple(large) if len(large) > 1 else (),
+            advice=_BY_INPUTS if len(large) > 1 else "",
             at_most="info" if is_scaled and not is_large else "warning",
         )
+
+
+_BY_INPUTS = "draw the initial weights of these layers with a deviation of the order of one over the root of their number of inputs"
+
+
+def _large_layers(trial: Trial) -> list[str]:
+    """Return the called layers with weights that are larger than any usual initialisation makes them."""
+    found = {
+        call.name: None
+        for call in trial.first_step.record.calls
+        for weight in call.module.parameters(recurse=False)
+        if weight.ndim > 1
+        and weight.is_floating_point()
+        and not isinstance(call.module, nn.Embedding | nn.EmbeddingBag)
+        and bool(weight.any())
+        and not initial_logit_deviation(weight.shape, _rms(weight))
+    }
+    return [*found]
+
+
+def _rms(weight: Tensor) -> float:
+    return float(weight.detach().float().square().mean().sqrt())
 
 
 def _last_weights(trial: Trial) -> nn.Parameter | None:
@@ -100,7 +129,7 @@ def _falls_if_halved(trial: Trial, last: nn.Parameter) -> bool:
 
 def _explained_loss(trial: Trial, last: Tensor) -> float:
     """Return the cross-entropy that the last weights explain; that of a guess if they are too large."""
-    deviation = initial_logit_deviation(last.shape, float(last.detach().float().square().mean().sqrt()))
+    deviation = initial_logit_deviation(last.shape, _rms(last))
     if isinstance(
         trial.loss, nn.BCEWithLogitsLoss
     ):  # the cross-entropy of two classes whose scores differ by the logit

@@ -1,17 +1,21 @@
 """Checks that forward, loss and backward run and reach every parameter."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ikkuna.diagnosis.mistakes import FIRST_STEP_RUNS, LABEL_DTYPE, LABEL_RANGE, LABEL_SHAPE, NO_GRADIENT
+from ikkuna.diagnosis.preflight_checks.batch import tensors_of
 from ikkuna.diagnosis.preflight_checks.first_step import Stopped
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, IndexOutsideError, arranged_scores
 from ikkuna.diagnosis.preflight_checks.trial import Trial, perturbed_loss
 from ikkuna.printable import counted, listed
 from ikkuna.store.finding import Finding
 from ikkuna.support.modules import common_module, module_of
+from ikkuna.support.undisturbed import run_model
 
 _FLOAT = "the loss wants floating-point labels"
 _INTEGER = "the loss wants indices of classes"
@@ -148,7 +152,13 @@ def no_gradient(trial: Trial) -> Iterator[Finding]:
     """
     if trial.parameters and not trial.trainable:
         advice = "call requires_grad_(True) on the parameters that should train"
-        yield NO_GRADIENT.found(detail="No parameter is trainable.", advice=advice)
+        last = _last_with_parameters(trial)
+        detail = (
+            f"No parameter is trainable, not even those of the last layer, {last}."
+            if last
+            else "No parameter is trainable."
+        )
+        yield NO_GRADIENT.found(module=last, detail=detail, advice=advice)
         return
     if trial.first_step.loss is not None and not trial.first_step.has_gradient:
         yield NO_GRADIENT.found(
@@ -168,7 +178,43 @@ def no_gradient(trial: Trial) -> Iterator[Finding]:
         detail = (
             f"The loss depends on these {counted(len(missing), 'parameter')}, the last of which are those of {cut}."
         )
-        yield NO_GRADIENT.found(len(missing), cut, detail=detail)
+        end, advice = _end_of_gradient(trial), ""
+        if end not in (None, cut):
+            detail += f" The gradient ends in {end}: its inputs need one and get none."
+            advice = "search in this module for detach(), .data, torch.no_grad(), an argmax, or a backward that returns no gradient"
+        yield NO_GRADIENT.found(len(missing), end or cut, detail=detail, advice=advice)
+
+
+def _last_with_parameters(trial: Trial) -> str | None:
+    """Return the name of the last module called that has parameters of its own."""
+    calls = trial.first_step.record.calls
+    owners = (call.name for call in reversed(calls) if next(call.module.parameters(recurse=False), None) is not None)
+    return next(owners, None)
+
+
+def _end_of_gradient(trial: Trial) -> str | None:
+    """Return the first module with inputs that need a gradient and get none, although the loss depends on its output.
+
+    Its output has a gradient, as that of a function whose backward returns nothing, or is detached.  ``None`` if there is no such module.
+    """
+    calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
+    with trial.running(as_training=True, autograd=True), ExitStack() as stack:
+        for module, name in trial.names.items():
+
+            def keep(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+                floating = [t for t in tensors_of(output) if t.is_floating_point()]
+                calls.append((name, [t for t in tensors_of((args, kwargs)) if t.requires_grad], floating))
+
+            stack.callback(module.register_forward_hook(keep, with_kwargs=True).remove)
+        loss = trial.loss_of_result(run_model(trial.model, trial.batch.copy().inputs)).sum()
+        known = {id(t): t for _, given, made in calls for t in (*given, *made) if t.requires_grad}
+        gradients = torch.autograd.grad(loss, [*known.values()], allow_unused=True)
+    reached = {key for key, gradient in zip(known, gradients, strict=True) if gradient is not None}
+    for name, given, made in calls:
+        passes = any(id(t) in reached or not t.requires_grad for t in made)
+        if given and passes and not any(id(t) in reached for t in given):
+            return name
+    return None
 
 
 def _next_to_the_cut(trial: Trial, missing: list[str]) -> str | None:

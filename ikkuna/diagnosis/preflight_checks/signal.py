@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,26 @@ def signal_scale(trial: Trial) -> Iterator[Finding]:
         is_normalised = _is_normalised(trial, exploded[0])
         name, rms = exploded
         detail, at_most = ("A normalisation behind it removes this scale.", "info") if is_normalised else ("", "error")
-        yield SIGNAL_SCALE.found(rms, name, detail=detail, at_most=at_most, evidence=tuple(scales))
+        way = scales[: scales.index(exploded) + 1]
+        makers = [name for name, gain in _steps([("", largest), *way]) if gain >= 2]
+        modules = () if _is_made_by_one([("", largest), *way]) else tuple(makers)
+        detail = " ".join(filter(None, (_GROWS.format(listed(makers)) if modules else "", detail)))
+        yield SIGNAL_SCALE.found(rms, name, detail=detail, at_most=at_most, evidence=tuple(scales), modules=modules)
+
+
+_GROWS = "No layer makes it alone: it at least doubles in each of {}."
+
+
+def _steps(values: list[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Return what each layer multiplies a value by, from the second one on."""
+    return [(name, after / before) for (_, before), (name, after) in pairwise(values) if before > 0]
+
+
+def _is_made_by_one(values: list[tuple[str, float]]) -> bool:
+    """Return whether a single layer makes more than half of the change of a value, on a logarithmic scale."""
+    whole = values[-1][1] / values[0][1]
+    changes = [abs(math.log(factor)) for _, factor in _steps(values) if factor > 0]
+    return whole == 0 or 2 * max(changes) > abs(math.log(whole))
 
 
 def _is_normalised(trial: Trial, name: str) -> bool:
@@ -73,9 +93,15 @@ def signal_lost(trial: Trial) -> Iterator[Finding]:
     if 0 < lost < len(shares):  # a layer that has never seen the input is the matter of ignores_input
         name, value = shares[lost]
         at_most, detail = "error" if share < _NOTHING else "warning", "This layer is the first."
+        modules: tuple[str, ...] = ()
+        if not _is_made_by_one(shares[: lost + 1]):
+            losing = [name for name, kept in _steps(shares) if kept < 0.5]
+            names = [name for name, _ in shares]
+            modules = tuple(names[names.index(losing[0]) - 1 : names.index(losing[-1]) + 1])
+            detail = f"No layer loses it alone: it fades with each behind {modules[0]}, up to {modules[-1]}."
         if has_substitute_gradient(trial):
             at_most, detail = "info", f"{detail} {_SUBSTITUTE}"
-        yield SIGNAL_LOST.found(value, name, detail=detail, at_most=at_most, evidence=tuple(shares))
+        yield SIGNAL_LOST.found(value, name, detail=detail, at_most=at_most, evidence=tuple(shares), modules=modules)
 
 
 _SUBSTITUTE = "The gradient of the outputs differs all the same, as that of a choice among codes does: training can separate them."

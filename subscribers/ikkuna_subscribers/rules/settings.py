@@ -86,6 +86,14 @@ class EpsilonRule(Rule):
         yield Score(smallest / self.share if number >= 5 else 0.0, smallest)
 
 
+_ROUNDING = 1e-4  # of a relative update in single precision
+_ONLY_DECAY = "Nothing else changes this weight."
+_FREEZE = (
+    "if the weight is meant to stay as it is, call requires_grad_(False) or give it a group without decay; "
+    "otherwise find out why its gradient is zero"
+)
+
+
 class DecayDominatesRule(Rule):
     """The weight decay shrinks the weights quickly, and is most of what the optimizer does.
 
@@ -93,6 +101,7 @@ class DecayDominatesRule(Rule):
     and decay.
     Threshold: 500 steps, if in addition the decay is half of the update, in the median over the weight matrices, for 5 samples in a row;
     AdamW with 1e-3 and 0.01 has 100,000 steps, SGD with 0.1 and 5e-4 has 20,000.
+    If the decay is all that changes some of the matrices, within 0.01%, these are named.
     Cannot see: the decay of ``torch.optim.Adam``, which is a part of its gradient; groups of which only some have a decay.
     """
 
@@ -119,11 +128,16 @@ class DecayDominatesRule(Rule):
         """Yield one score for the network."""
         decays, rates = history.curves("optimizer_weight_decay"), history.curves("learning_rate")
         shrinking = [decays[name].last * rates[name].last for name in decays if name in rates]
-        ratios = [curve.last for _, curve in history.matrices("weight_updates_weights_ratio") if curve.last > 0]
-        if not shrinking or not ratios or not min(shrinking) > 0:
+        moved = [(name, c.last) for name, c in history.matrices("weight_updates_weights_ratio") if c.last > 0]
+        if not shrinking or not moved or not min(shrinking) > 0:
             return
         slowest = min(shrinking)
-        yield Score(min(slowest * self.steps, slowest / middle(ratios) / self.share), 1 / slowest)
+        score = min(slowest * self.steps, slowest / middle([ratio for _, ratio in moved]) / self.share)
+        only = [name for name, ratio in moved if any(abs(ratio / each - 1) < _ROUNDING for each in shrinking)]
+        if 0 < len(only) < len(moved):
+            yield from (Score(score, 1 / slowest, name, detail=_ONLY_DECAY, advice=_FREEZE) for name in only)
+        else:
+            yield Score(score, 1 / slowest)
 
 
 class SchedulePastEndRule(Rule):

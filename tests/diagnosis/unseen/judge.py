@@ -18,10 +18,19 @@ LOUD = ("warning", "error")
 ORDER = ("named", "without its module", "at info", "symptom", "wrong", "silent")
 
 
-def near(found: dict, module: str) -> bool:
-    """Return whether a finding names the module, one inside it, or one around it other than the whole model."""
+def near(found: dict, case: Case) -> bool:
+    """Return whether a finding names the module, one inside it, or one around it other than the whole model.
+
+    A parameter of the model itself has the class of the model before its name.
+    """
     names = [name for name in (found["module"], *found["modules"]) if name]
-    return any(name == module or name.startswith(f"{module}.") or module.startswith(f"{name}.") for name in names)
+    if any(name.endswith(f".{case.module}") for name in names):
+        root = type(case.build().model).__name__.lower()
+        names = [name.removeprefix(f"{root}.") for name in names]
+    return any(
+        name == case.module or name.startswith(f"{case.module}.") or case.module.startswith(f"{name}.")
+        for name in names
+    )
 
 
 def fits(entry: str, column: str, found: dict) -> bool:
@@ -39,7 +48,7 @@ def verdict(case: Case, result: dict[str, list[dict]], judged: dict, columns: tu
 
     right = [f for f in those("right") if f["severity"] in LOUD]
     if right:
-        placed = case.module is None or any(near(f, case.module) for f in right)
+        placed = case.module is None or any(near(f, case) for f in right)
         return "named" if placed else "without its module"
     if those("right"):
         return "at info"
