@@ -203,7 +203,6 @@ class Judge:
         self._changed: set[str] = set()
         self._urgent: set[str] = set()
         self._seen: set[str] = set()
-        self._judged: set[str] = set()
         self._failures = FailureCounter()
         self._has_standing_changed = True
         self._reported: Mapping[str, Finding] = {}
@@ -390,8 +389,6 @@ class Judge:
         except Exception as error:
             self._report(rule, error)
             return []
-        if scores:
-            self._judged.add(rule.name)
         if scores and self._alarms[rule.name].judged == rule.patience:
             self._has_standing_changed = True
         if self._failures.counts:
@@ -481,7 +478,7 @@ class Judge:
             return "what they read is not measured; preset 'full' measures most of it"
         if count := self._failures.counts.get(rule.name):
             return f"failed {count} times, see the log"
-        if rule.name not in self._judged or self._alarms[rule.name].judged < rule.patience:
+        if self._alarms[rule.name].judged < rule.patience:
             return "the training has nothing that they judge, or not yet enough of it"
         return ""
 

@@ -4,16 +4,30 @@ import json
 import logging
 import math
 import re
+from itertools import takewhile
 from types import MappingProxyType, SimpleNamespace
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ikkuna.diagnosis import Finding, History, Judge, Network, Rule, Score, get_rules
 from ikkuna.diagnosis.findings import FindingList
-from ikkuna.diagnosis.judge import LOSS_BETWEEN, _judge_session, findings_of
+from ikkuna.diagnosis.judge import (
+    LOSS_BETWEEN,
+    Alarm,
+    _judge_session,
+    _shown_sessions,
+    check,
+    findings_of,
+    judge_again,
+)
 from ikkuna.diagnosis.mistakes import EXPLAINS
-from ikkuna.diagnosis.stored_values import ValueGroup
+from ikkuna.diagnosis.stored_values import RuleValuesFormat, ValueGroup
 from ikkuna.errors import ConfigError, ConfigTypeError, PluginError
+from ikkuna.store import read_run
+from ikkuna.store.names import SeriesGroup
 from ikkuna.store.values import ModuleEntry
 
 NETWORK = Network([ModuleEntry(name, "Linear", (("weight", (4, 4)),)) for name in ("a", "b", "c")])
@@ -106,6 +120,51 @@ def test_the_finding_has_figure_evidence_and_a_sentence():
     assert finding.evidence == ((0, 0.5), (1, 2.0), (2, 3.0))
 
 
+@pytest.mark.parametrize("advice", ["", "Do this."])
+@pytest.mark.parametrize("modules", [("b",), ("a", "b", "c"), (None,), ("unknown",)])
+def test_a_finding_has_all_facts_of_rule_score_and_module(modules, advice):
+    class TestedRule(AboveRule):
+        version, advice = 7, "Do that."
+
+        def scores(self, history):
+            for module in modules:
+                yield Score(2.5, 5, module, detail=f"Also {module}.", advice=advice)
+
+    entries = [ModuleEntry(name, f"{name.upper()}Class", (), (), f"{name}.py:1") for name in "abc"]
+    judge = Judge([TestedRule(patience=1, severity="error", limit=2.0)], Network(entries))
+    for step in range(3):
+        judge.add_all("figure", modules, step, [step + i for i in range(len(modules))])
+    (found,) = judge.finish_step(4)
+    first, known = modules[0], modules[0] in ("a", "b")
+    assert found == Finding(
+        rule="above",
+        severity="error",
+        message=f"It is 5 in {first}. Also {first}.",
+        module=first,
+        kind="figure",
+        step=4,
+        value=5.0,
+        advice=advice or "Do that.",
+        evidence=((0, 0.0), (1, 1.0), (2, 2.0)),
+        modules=modules if len(modules) > 1 else (),
+        version=7,
+        limits=(-math.inf, 2.0),
+        class_name=f"{first.upper()}Class" if known else "",
+        source=f"{first}.py:1" if known else "",
+    )
+    assert isinstance(found.value, float)
+    assert list(judge.findings) == [found]
+
+
+@pytest.mark.parametrize(("module", "facts"), [("b", ("BClass", "b.py:1")), ("unknown", ("", "")), (None, ("", ""))])
+def test_a_finding_of_a_check_gets_its_step_and_module_and_is_returned_if_it_is_new(module, facts):
+    judge = Judge([AboveRule()], Network([ModuleEntry("b", "BClass", (), (), "b.py:1")]))
+    added = judge.add_finding(Finding("checked", "error", "It is wrong.", module), 3)
+    assert added == Finding("checked", "error", "It is wrong.", module, step=3, class_name=facts[0], source=facts[1])
+    assert judge.add_finding(Finding("checked", "error", "It is wrong.", "c"), 4) is None
+    assert [finding.modules for finding in judge.findings] == [(module, "c") if module else ("c",)]
+
+
 def test_a_consequence_is_folded_into_its_cause_whichever_comes_first():
     explains = {"cause": frozenset({"effect"}), "effect": frozenset({"end"})}
     for order in (["cause", "effect", "end"], ["effect", "end", "cause"], ["end", "effect", "cause"]):
@@ -145,6 +204,35 @@ def test_two_rules_that_explain_each_other_leave_one_finding():
     found = FindingList({"a": frozenset({"b"}), "b": frozenset({"a"})})
     assert [found.add(Finding(name, "warning", "")) for name in "ab"] == [True, False]
     assert [finding.rule for finding in found] == ["a"]
+
+
+VALUES = st.sampled_from([0.0, 0.49, 0.5, 0.51, 0.99, 1.0, 3.0, 3.0, 3.0, math.nan])
+
+
+@given(
+    steps=st.lists(st.fixed_dictionaries({}, optional={"a": VALUES, "b": VALUES}), max_size=25),
+    patience=st.integers(1, 3),
+    release=st.sampled_from([0.5, 1.0]),
+)
+def test_an_alarm_is_raised_and_over_after_patience_judgements_in_a_row(steps, patience, release):
+    """The last `patience` scores of a module decide, whatever those of others are."""
+    alarm = Alarm(AboveRule(patience=patience, release=release))
+    seen, active, judged = {"a": [], "b": []}, set(), 0
+    for step, values in enumerate(steps):
+        expected = []
+        for name, value in values.items():
+            seen[name].append((step, value))
+            last = [value for _, value in seen[name][-patience:]]
+            if name not in active and len(last) == patience and all(value >= 1 for value in last):
+                active.add(name)
+                in_a_row = takewhile(lambda pair: pair[1] >= 1, reversed(seen[name]))
+                expected.append((name, value, min(step for step, _ in in_a_row)))
+            elif name in active and not any(value >= release for value in last):
+                active.remove(name)
+        judged += bool(values)
+        raised = alarm.update(step, [Score(value, value, name) for name, value in values.items()])
+        assert [(each.score.module, each.score.value, each.since) for each in raised] == expected
+        assert alarm.is_over is (judged >= patience and not active)
 
 
 class CountingRule(AboveRule):
@@ -218,8 +306,92 @@ def test_a_finding_of_the_first_steps_is_as_grave_as_its_rule_once_the_loss_is_k
     assert [finding.severity for finding in judge.findings] == severities[-1:]
 
 
-def test_a_rule_whose_text_cannot_be_formatted_still_finds():
-    assert judged([BrokenTextRule(patience=1)], [{"a": 2.0}]).findings[0].message == "Its text is wrong."
+def test_the_severity_of_a_finding_is_decided_once():
+    """The loss falls when ten values are known, and rises afterwards."""
+    rule = type("TamedRule", (AboveRule,), {"severity_while_falling": "info"})(patience=1, severity="error")
+    judge, announced = Judge([rule], NETWORK), []
+    for step in range(60):
+        judge.add("loss", None, step, 2.0 - 0.1 * step if step < 20 else 9.0)
+        judge.add("figure", "a", step, 2.0)
+        announced += [finding.severity for finding in judge.finish_step(step)]
+    assert announced == ["info"]
+    assert [finding.severity for finding in judge.findings] == ["info"]
+
+
+def test_a_rule_whose_text_cannot_be_formatted_still_finds(caplog):
+    judge = judged([BrokenTextRule(patience=1)], [{"a": 2.0}])
+    assert judge.findings[0].message == "Its text is wrong."
+    assert judge.findings.skipped == {"broken_text": "failed 1 times, see the log"}
+    assert "rule broken_text failed" in caplog.text
+
+
+@pytest.mark.parametrize("patience", [1, 3])
+@pytest.mark.parametrize("count", range(5))
+def test_a_rule_has_judged_after_as_many_judgements_with_a_score_as_its_patience(count, patience):
+    """Its last judgements have no score: they change nothing, and are no event."""
+    judge = judged([AboveRule(patience=patience)], [{"a": 0.0}] * count)
+    assert judge.findings.judged == (("above",) if count >= patience else ())
+    assert ("above" in judge.findings.skipped) is (count < patience)
+    judge.events()
+    for step in range(count, count + 2):
+        judge.add("figure", "a", step, math.nan, "testing")
+        judge.finish_step(step)
+        assert judge.findings.judged == (("above",) if count >= patience else ())
+        assert not judge.has_changed
+
+
+@pytest.mark.parametrize(("failures", "reason"), [(1, "1 times"), (9, "9 times"), (10, None), (11, None)])
+def test_the_failures_of_a_rule_are_counted_until_it_is_disabled(failures, reason):
+    judge = judged([BrokenRule()], [{"a": 2.0}] * failures)
+    text = f"failed {reason}, see the log" if reason else "failed: ZeroDivisionError: no number"
+    assert judge.findings.skipped == {"broken": text}
+    assert list(judge.disabled) == ["broken"] * (reason is None)
+
+
+def test_what_could_be_judged_is_an_event_whenever_it_changes():
+    """A rule with scores, one that fails until it is disabled, and one whose kind comes late."""
+    late = type("LateRule", (AboveRule,), {"name": "late", "needs": MappingProxyType({"other": ""})})
+    judge, told = Judge([AboveRule(patience=3), BrokenRule(), late(patience=2)], NETWORK), {}
+    for step in range(16):
+        judge.add("figure", "a", step, 0.0)
+        if step > 11:
+            judge.add("other", None, step, 0.0)
+        judge.finish_step(step)
+        told[step] = [
+            (e["judged"], "failed:" in e["skipped"]["broken"]) for e in judge.events() if e["event"] == "judged"
+        ]
+    assert {step: events for step, events in told.items() if events} == {
+        0: [((), False)],
+        2: [(("above",), False)],
+        9: [(("above",), True)],
+        13: [(("above", "late"), True)],
+    }
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 10])
+@pytest.mark.parametrize("way", ["add", "defer"])
+@pytest.mark.parametrize("first", [0, 1, 5])
+def test_the_first_judgement_is_that_of_the_first_value_and_the_others_follow_the_stride(stride, way, first):
+    judge = Judge([type("StrideRule", (PacedRule,), {"stride": stride})()])
+    for step in range(first, 25):
+        getattr(judge, way)("loss", None, step, 1.0)
+        judge.finish_step(step)
+    assert judge.rules[0].steps == [*range(first, 25, stride)]
+
+
+@pytest.mark.parametrize("kind", ["loss", LOSS_BETWEEN])
+@pytest.mark.parametrize("way", ["add", "defer"])
+def test_a_score_at_the_limit_is_no_spike(kind, way, monkeypatch):
+    judge = Judge([PacedRule()])
+    for step in range(48):
+        judge.add("loss", None, step, 2.0 + 0.01 * (step % 3))
+        judge.finish_step(step)
+    for loss, is_spike in ((3.0, False), (3.01, True)):
+        monkeypatch.setattr("ikkuna.diagnosis.judge.LIMIT", judge.history.loss_score.of(3.0))
+        getattr(judge, way)(kind, None, 48, loss)
+        assert judge.is_urgent is is_spike
+        judge.finish_step(48)
+        assert (48 in judge.history.curve("loss").steps) is (kind == "loss" or is_spike)
 
 
 def test_a_rule_for_a_kind_that_is_never_published_names_what_it_lacks():
@@ -406,6 +578,85 @@ def test_deferred_values_give_the_same_findings_at_the_same_steps(every):
     assert sorted(later[1]) == sorted(at_once[1])
 
 
+NUMBERS = st.sampled_from([1.0, 1.01, 1.02, 1.03, 0.5, 5.0, math.nan, math.inf, -math.inf])
+MEASURED = st.tuples(st.sampled_from(["figure", "other", "unread"]), st.sampled_from("ab"), NUMBERS)
+SEQUENCES = st.lists(st.tuples(NUMBERS, st.lists(MEASURED, max_size=2)), max_size=40)
+"""For each step the loss, and what else is measured."""
+
+
+class KeepingRule(Rule):
+    """Stores at which steps it judges, and what it reads there."""
+
+    needs = MappingProxyType({"figure": ""})
+    uses = MappingProxyType({"loss": "", "other": ""})
+
+    def __init__(self, name, stride, judged_on, **settings):
+        self.name, self.stride, self.judged_on, self.seen = name, stride, judged_on, []
+        super().__init__(**settings)
+
+    def scores(self, history):
+        curves = [
+            (*key, str(list(zip(curve.steps, curve.values, strict=True)))) for *key, curve in history.all_curves()
+        ]
+        self.seen.append((history.step, sorted(curves, key=str)))
+        for name, curve in history.fresh("figure"):
+            yield Score(curve.last, curve.last, name)
+
+
+RULES = st.lists(
+    st.tuples(st.integers(1, 4), st.sets(st.sampled_from(["figure", "loss", "other"])), st.integers(1, 2)),
+    min_size=1,
+    max_size=3,
+)
+
+
+def keeping(rules):
+    return [
+        KeepingRule(f"rule{i}", stride, frozenset(judged_on), patience=patience)
+        for i, (stride, judged_on, patience) in enumerate(rules)
+    ]
+
+
+def judge_all(judge, steps, way):
+    """Add the losses of steps in some way, after the other values; return what is announced at each of them."""
+    announced = []
+    for step, (loss, others) in enumerate(steps):
+        for kind, name, value in others:
+            judge.add(kind, name, step, value)
+        getattr(judge, way)("loss", None, step, loss)
+        announced.append([(f.rule, f.module, f.step, f.severity) for f in judge.finish_step(step)])
+    return announced
+
+
+def state_of(judge):
+    curves = {tuple(key): str(list(zip(c.steps, c.values, strict=True))) for *key, c in judge.history.all_curves()}
+    return [rule.seen for rule in judge.rules], [str(finding.as_dict()) for finding in judge.findings], curves
+
+
+@settings(max_examples=60)
+@given(steps=SEQUENCES, rules=RULES)
+def test_rules_judge_the_same_steps_and_read_the_same_whether_values_are_deferred_or_not(steps, rules):
+    at_once, later = Judge(keeping(rules), NETWORK), Judge(keeping(rules), NETWORK)
+    assert judge_all(at_once, steps, "add") == judge_all(later, steps, "defer")
+    assert state_of(at_once)[1:] == state_of(later)[1:]
+    assert [[step for step, _ in rule.seen] for rule in at_once.rules] == [
+        [step for step, _ in rule.seen] for rule in later.rules
+    ]
+
+
+@settings(max_examples=60)
+@given(before=SEQUENCES, after=SEQUENCES, rules=RULES, way=st.sampled_from(["add", "defer"]))
+def test_a_judge_that_goes_back_to_the_beginning_is_as_a_new_one(before, after, rules, way):
+    judge, fresh = Judge(keeping(rules), NETWORK), Judge(keeping(rules), NETWORK)
+    after = [(1.0, [(kind, "a", 0.5) for kind in ("figure", "other")]), *after]
+    judge_all(judge, before, way)
+    judge.rewind(0)
+    for rule in judge.rules:
+        rule.seen.clear()
+    assert judge_all(judge, after, way) == judge_all(fresh, after, way)
+    assert state_of(judge) == state_of(fresh)
+
+
 def test_there_are_events_if_and_only_if_something_has_changed():
     judge, kinds = Judge([AboveRule(patience=2)], NETWORK), []
     assert judge.has_changed
@@ -571,3 +822,89 @@ def test_a_loss_between_two_others_is_one_if_it_is_a_spike_or_not_finite(value, 
         judge.add(kind, None, step, value if step == 25 else 2.0 + 0.01 * (step % 3))
         judge.finish_step(step)
     assert list(judge.history.curve("loss").steps) == steps
+
+
+def write_run(directory, sessions):
+    """Write lists of (kind, pass, module, step, value) as a run whose training was resumed between them."""
+    for number, points in enumerate(sessions):
+        lines = [
+            json.dumps(dict(zip(("kind", "pass", "module", "step", "value"), point, strict=True))) for point in points
+        ]
+        (directory / f"values.{number}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+SHOWN = [
+    [
+        *(("figure", "training", name, step, step + i / 4) for step in range(5) for i, name in enumerate("abc")),
+        *(("other", "training", None, step, 2.0 * step) for step in (0, 2, 4)),
+        *(("figure", "testing", "a", step, 8.0) for step in (1, 3)),
+        *(("unread", "training", "a", step, 8.0) for step in range(5)),
+    ],
+    [("figure", "training", "a", step, 10.0 + step) for step in range(2, 6)],
+]
+
+
+def test_the_values_of_a_run_are_read_step_by_step_in_its_parts(tmp_path):
+    write_run(tmp_path, SHOWN)
+    found = []
+    for groups in _shown_sessions(read_run(tmp_path), frozenset({"figure", "other"})):
+        groups = list(groups)
+        assert [group.step for group in groups] == sorted(group.step for group in groups)
+        assert len({(*group[:2], group.step) for group in groups}) == len(groups)
+        found.append(
+            {(g.kind, g.pass_name, name, g.step, v) for g in groups for name, v in zip(g.names, g.values, strict=True)}
+        )
+    assert found == [{point for point in points if point[0] != "unread"} for points in SHOWN]
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_run_is_judged_again_by_what_rules_read_and_by_what_was_shown_of_other_kinds(is_stored, tmp_path):
+    write_run(tmp_path, SHOWN)
+    read = RuleValuesFormat()
+    if is_stored:
+        group, modules = SeriesGroup("figure", ("a",), "training"), [ModuleEntry("a", "Stored", (), (), "a.py:1")]
+        parts = [read.header(), read.modules(modules), read.group(group)]
+        for step in (0, 1, 2, None, 1, 2):
+            value = np.array([100.0 + (step or 0)])
+            parts.append(read.resumed(1) if step is None else read.step(step, [read.entry(group, value, step)]))
+        (tmp_path / read.name("1")).write_bytes(b"".join(parts))
+    rule = KeepingRule("above", 1, frozenset(), patience=1)
+    (finding,) = judge_again(read_run(tmp_path), [rule])
+    last = {"/".join(map(str, curve[:3])): curve[3] for curve in rule.seen[-1][1]}
+    if not is_stored:
+        assert [step for step, _ in rule.seen] == [0, 1, 2, 3, 4, 2, 3, 4, 5]
+        assert last == {"figure/training/a": str([(step, 10.0 + step) for step in range(2, 6)])}
+    else:
+        assert last == {"figure/training/a": "[(1, 101.0), (2, 102.0)]"}
+    assert (finding.module, finding.class_name) == ("a", "Stored" if is_stored else "")
+
+
+FOUND = [Finding("above", "error", "It is wrong.", "a"), Finding("spiked", "info", "It is high.")]
+
+
+@pytest.mark.parametrize(
+    ("stored", "rules", "muted", "names", "note"),
+    [
+        (True, None, False, ["spiked"], "1 muted finding is not shown; --muted shows them."),
+        (True, None, True, ["above", "spiked"], ""),
+        (True, "mine", False, [], "1 muted finding is not shown; --muted shows them."),
+        (True, "mine", True, ["above"], ""),
+        (False, "mine", False, ["above"], ""),
+        (False, None, False, [], "The run has no stored findings: the default rules have judged its values now."),
+    ],
+)
+def test_a_check_returns_what_is_stored_or_what_rules_find_without_what_is_muted(
+    stored, rules, muted, names, note, tmp_path
+):
+    write_run(tmp_path, SHOWN)
+    if stored:
+        events = [{"event": "opened", "finding": finding.as_dict(), "step": 0} for finding in FOUND]
+        events.append({"event": "judged", "judged": ["above", "spiked"], "mute": ["above"], "step": 1})
+        (tmp_path / "findings.1.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    found = check(tmp_path, AboveRule(patience=1) if rules else None, muted)
+    assert ([finding.rule for finding in found], found.note) == (names, note)
+    if not stored and rules is None:
+        again = judge_again(read_run(tmp_path), get_rules("default"))
+        assert (found.judged, found.skipped, found.needed) == (again.judged, again.skipped, again.needed)
+        assert found.skipped
+        assert found.needed
