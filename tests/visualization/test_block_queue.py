@@ -255,6 +255,7 @@ class Lists:
         self.pop(self.waiting)
         self.last = next((block.step for block in reversed(written) if not block.is_picture), self.last)
         self.waiting, self.kept, self.done = again, written, self.done - len(again)
+        self.every += written  # the queue's own reports of losses
 
     def check(self):
         queue = self.queue
