@@ -6,6 +6,7 @@ A distribution whose metadata cannot be read is skipped with a warning.
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import Distribution, EntryPoint, distributions
@@ -14,19 +15,26 @@ from typing import Any
 from ikkuna.errors import PluginError, unknown_name
 from ikkuna.support.failures import log
 
+_GROUPS = "ikkuna."  # the beginning of the names of all groups
 
-@cache
-def plugins(group: str) -> dict[str, tuple[EntryPoint, ...]]:
+
+def plugins(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
     """Return the entry points of a group by name; a name of several distributions has several entry points.
 
     If a distribution is found in two places, as editable installs are, the first one counts.
     The result is cached: a distribution that is installed later is found by the next process.
     """
-    found: dict[str, list[EntryPoint]] = defaultdict(list)
+    return _plugins().get(group, {})
+
+
+@cache
+def _plugins() -> dict[str, dict[str, tuple[EntryPoint, ...]]]:
+    """Return the entry points of each group by name; reads the metadata of every distribution, once."""
+    found: dict[str, dict[str, tuple[EntryPoint, ...]]] = defaultdict(dict)
     seen: set[str] = set()
     for distribution in distributions():
         try:
-            points = _points(distribution, group)
+            points = _points(distribution)
         except Exception as error:
             text = "the entry points of %s cannot be read, its plugins are ignored: %s: %s"
             log.warning(text, _name(distribution), type(error).__name__, error)
@@ -36,17 +44,18 @@ def plugins(group: str) -> dict[str, tuple[EntryPoint, ...]]:
         seen.add(name)
         for point in points:
             if point.name.isidentifier() and not point.name.startswith("_"):
-                found[point.name].append(point)
+                group = found[point.group]
+                group[point.name] = (*group.get(point.name, ()), point)
             else:
                 log.warning("the plugin name %r of %s is not a public identifier; ignored", point.name, _origin(point))
-    return {name: tuple(points) for name, points in found.items()}
+    return found
 
 
-def _points(distribution: Distribution, group: str) -> list[EntryPoint]:
+def _points(distribution: Distribution) -> list[EntryPoint]:
     text = distribution.read_text("entry_points.txt")
-    if text is None or group not in text:  # most distributions need no parsing
+    if text is None or _GROUPS not in text:  # most distributions need no parsing
         return []
-    return [point for point in distribution.entry_points if point.group == group]
+    return [point for point in distribution.entry_points if point.group.startswith(_GROUPS)]
 
 
 def _name(distribution: Distribution | None) -> str:
