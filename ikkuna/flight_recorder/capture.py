@@ -42,6 +42,10 @@ class CapturedStep:
         For each call of the loss module what it got from the model; ``None`` for one that is not kept.
     ids : list
         For each micro-batch the ids of its rows that the user has given, or ``None``.
+    kept : list of KeptTensor
+        The tensors of the calls and outputs.
+    nbytes : int
+        Number of bytes of these.
     """
 
     step: int
@@ -53,15 +57,12 @@ class CapturedStep:
     loss_calls: list[Any] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     ids: list[Any] = field(default_factory=list)
-
-    def kept(self) -> list["KeptTensor"]:
-        """Return all tensors that are kept."""
-        leaves = pytree.tree_leaves([self.model_calls, self.loss_calls, self.outputs])
-        return [leaf for leaf in leaves if isinstance(leaf, KeptTensor)]
+    kept: list["KeptTensor"] = field(default_factory=list)
+    nbytes: int = 0
 
     def content(self) -> dict[str, Any] | None:
         """Return what ``batches.pt`` holds of the step, as copies; ``None`` if a tensor was changed since the step received it."""
-        if any(tensor.is_changed for tensor in self.kept()):
+        if any(tensor.is_changed for tensor in self.kept):
             return None
         calls = {name: pytree.tree_map(_copy_of_kept, getattr(self, name)) for name in ("model_calls", "loss_calls")}
         return {name: getattr(self, name) for name in ("step", "train_step", "epoch")} | calls
@@ -153,7 +154,7 @@ class StepCapture:
     def begin(self, step: CapturedStep, model: nn.Module | None, optimizers: Callable[[], list[Optimizer]]) -> None:
         """Begin a step, and copy the state before it if that is due."""
         if self._steps and not self._copies_all:
-            self._copies_all = any(tensor.is_changed for tensor in self._steps[-1].kept())
+            self._copies_all = any(tensor.is_changed for tensor in self._steps[-1].kept)
         while (
             self._steps and self._steps[-1].step >= step.step
         ):  # it was skipped or abandoned, or an earlier one was loaded
@@ -184,33 +185,39 @@ class StepCapture:
         step.ids.append(ids)
         if step.model_calls and step.random:  # the states before the first call were read when the step began
             step.random.append(random())
-        self._add(step.model_calls, [args, dict(kwargs)])
+        self._add(step, step.model_calls, [args, dict(kwargs)])
 
     def add_loss_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep what the loss module is called with; its first argument, the output of the model, only for the losses of rows."""
         if not self._steps:
             return
         step = self._steps[-1]
-        self._add(step.loss_calls, [args[1:], dict(kwargs)])
+        self._add(step, step.loss_calls, [args[1:], dict(kwargs)])
         if self._steps and self._steps[-1] is step and step.loss_calls:
             output = args[0] if args else None
             if type(output) is Tensor and output.is_cpu and size_of(output) <= self._max_bytes // 4:
-                step.outputs.append(KeptTensor(output.detach(), False))
-                self._count(size_of(output))
+                step.outputs.append(kept := KeptTensor(output.detach(), False))
+                self._count(step, [kept], size_of(output))
             else:
                 step.outputs.append(None)
 
-    def _add(self, calls: list[Any], call: Any) -> None:
+    def _add(self, step: CapturedStep, calls: list[Any], call: Any) -> None:
         """Keep a call, unless it is too large."""
+        tensors: list[KeptTensor] = []
         if (size := size_of(call)) > self._max_bytes:
             self._refuse(f"batches of more than {self._max_bytes} bytes are not kept")
-        elif (kept := self._copied(lambda: copy_values(call, self._kept))) is not None:
+        elif (kept := self._copied(lambda: copy_values(call, lambda x: self._kept(x, tensors)))) is not None:
             calls.append(kept)
-            self._count(size)
+            self._count(step, tensors, size)
 
-    def _kept(self, tensor: Tensor) -> KeptTensor:
-        """Return a reference to a tensor, or a copy."""
-        tensor = tensor.detach()
+    def _kept(self, tensor: Tensor, tensors: list[KeptTensor]) -> KeptTensor:
+        """Return a reference to a tensor, or a copy, and append it to `tensors`."""
+        kept = self._reference_or_copy(tensor.detach())
+        tensors.append(kept)
+        return kept
+
+    def _reference_or_copy(self, tensor: Tensor) -> KeptTensor:
+        """Return a reference to a detached tensor, or a copy."""
         if not tensor.is_cpu:
             if not (self._options.record_batches or self._state_every):
                 raise CannotCopyError(
@@ -267,14 +274,16 @@ class StepCapture:
             if self._options.record_batches or self._state_every:
                 log.warning("a step cannot be recorded for a replay: %s", why)
 
-    def _count(self, size: int) -> None:
+    def _count(self, step: CapturedStep, tensors: list[KeptTensor], size: int) -> None:
+        step.kept += tensors
+        step.nbytes += size
         self._bytes += size
         while self._bytes > self._max_bytes and self._steps:
             self._refuse(f"batches of more than {self._max_bytes} bytes are not kept")
             self._forget(self._steps.popleft())
 
     def _forget(self, step: CapturedStep) -> None:
-        self._bytes -= sum(size_of(kept.tensor) for kept in step.kept())
+        self._bytes -= step.nbytes
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:

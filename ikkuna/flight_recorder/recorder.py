@@ -75,7 +75,7 @@ class NonFiniteTrigger:
             more = np.zeros(count - len(self._is_known), np.bool_)
             self._was_bad, self._is_known = np.append(self._was_bad, more), np.append(self._is_known, more)
         measured = values[:, 0] > 0
-        if not self._any_was_bad and not values[:, _NANS : _INFS + 1].any():
+        if not self._any_was_bad and not np.count_nonzero(values[:, _NANS : _INFS + 1]):
             self._is_known[:count] |= measured
             return _NONE
         bad = (values[:, _NANS] + values[:, _INFS]) > 0

@@ -149,7 +149,10 @@ def has_storage(x: Tensor) -> bool:
             return False
     if not x.numel():
         return True
-    last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    if x.is_contiguous():
+        last = x.storage_offset() + x.numel() - 1
+    else:
+        last = x.storage_offset() + sum([(size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)])
     if (last + 1) * x.element_size() > x.untyped_storage().nbytes() * _PER_BYTE.get(x.dtype, 1):
         return False
     return type(x) is Tensor or all(map(has_storage, _wrapped(x)))

@@ -55,22 +55,23 @@ def count_correct(
     >>> count_correct(logits, torch.tensor([1, 1, -100])).tolist()
     [1, 2, 0]
     """
-    logits, labels = logits.detach().to_dense(), labels.detach()
+    logits, labels = logits.detach(), labels.detach()
+    logits = logits if logits.layout is torch.strided else logits.to_dense()
     logits = logits if logits.dtype.itemsize > 1 else logits.float()
     axis = find_class_axis(logits, labels) if class_axis is None else class_axis
     if axis is None or logits.is_meta or logits.is_complex() or not logits.numel() or k < 1:
         return torch.zeros(3, dtype=torch.int64, device="cpu" if logits.is_meta else logits.device)
-    logits = logits.movedim(axis, -1)
+    logits = logits if axis == logits.ndim - 1 else logits.movedim(axis, -1)
     if labels.is_floating_point():
         shares = labels.movedim(axis, -1)
         are_shares = (shares.amin() >= 0) & ((shares.float().sum(-1) - 1).abs() < 1e-2).all() & (shares.shape[-1] > 1)
         labels = torch.where(are_shares, shares.argmax(-1), ignore_index)
     labels = labels.to(logits.device, torch.int64)
     largest, first = logits.max(-1)  # the first of equal ones; NaN in a row with a NaN
-    broken = ~(largest < math.inf)
+    fits = largest < math.inf
     valid = labels != ignore_index
     is_near = first == labels if k == 1 else _are_among(logits, labels, k)
-    return torch.stack((valid & is_near & ~broken, valid, valid & broken)).reshape(3, -1).sum(1)
+    return torch.stack((valid & is_near & fits, valid, valid > fits)).reshape(3, -1).sum(1)
 
 
 def _are_among(logits: Tensor, labels: Tensor, k: int) -> Tensor:

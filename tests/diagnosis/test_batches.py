@@ -123,14 +123,14 @@ def test_tensors_are_kept_by_reference_and_parts_of_a_large_one_and_shared_ones_
     capture = loop.exporter._attachment.recorder._steps._capture
     x, y = X[:16].clone(), Y[:16].clone()
     loop.step((x, y))
-    kept = [tensor.tensor.data_ptr() for tensor in capture.steps[-1].kept()]
+    kept = [tensor.tensor.data_ptr() for tensor in capture.steps[-1].kept]
     assert kept[:2] == [x.data_ptr(), y.data_ptr()]
     assert capture.copied == 0
     loop.step((X[32:48], Y[32:48].clone()))
     assert capture.copied == 1
     loop.step((X[:16].clone().share_memory_(), Y[32:48].clone()))
     assert capture.copied == 2
-    assert all(tensor.tensor.data_ptr() != X[32:48].data_ptr() for tensor in capture.steps[-2].kept())
+    assert all(tensor.tensor.data_ptr() != X[32:48].data_ptr() for tensor in capture.steps[-2].kept)
     loop.exporter.close()
 
 
@@ -162,7 +162,7 @@ def test_memory_stays_within_the_budget(tmp_path, caplog):
     capture = loop.exporter._attachment.recorder._steps._capture
     for rows in (16, 32, 16, 200, 16, 16):
         loop.step((X[:rows].clone(), Y[:rows].clone()))
-        held = sum(tensor.tensor.nbytes for step in capture.steps for tensor in step.kept())
+        held = sum(tensor.tensor.nbytes for step in capture.steps for tensor in step.kept)
         assert held == capture._bytes <= 2000
     assert "batches of more than 2000 bytes" in loop.dump().facts["left_out"]["batches.pt"]
     assert "cannot be recorded" not in caplog.text  # the user has not asked for it

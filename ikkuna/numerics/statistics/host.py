@@ -287,12 +287,12 @@ class HostStatistics:
 
     def merge(self, other: "HostStatistics") -> None:
         """Add the rows of `other`, and leave it as it is."""
-        rows = np.flatnonzero(other.values[:, 0])
+        rows = other.values[:, 0].nonzero()[0]
         if len(rows):
             self.address(int(rows[-1]))
             values = other.values[rows]
             known = self.values[rows, 0] > 0
-            if known.any():
+            if np.count_nonzero(known):
                 with np.errstate(all="ignore"):
                     values[known] = merge_rows(np.stack([self.values[rows[known]], values[known]]))
             self.values[rows] = values

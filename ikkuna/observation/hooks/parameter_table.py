@@ -152,7 +152,7 @@ class ParameterList:
 
     def take(self, memory: CopyMemory) -> None:
         """Reserve memory for the copies of tensors; without memory nothing is copied."""
-        if self._is_copied.any():
+        if self._memory.copies is not None and self._ends[-1]:
             try:
                 buffer = memory.take(int(self._ends[-1]) + _ALIGNED)
             except MemoryError as error:
@@ -166,7 +166,7 @@ class ParameterList:
     def uncopied(self) -> list[NamedParameter]:
         """The parameters whose updates are wanted and which were not copied."""
         left = self._is_updated if self._buffer is None else self._is_updated & ~self._memory.is_copied
-        return [self.named[i] for i in np.flatnonzero(left)]
+        return [self.named[i] for i in left.nonzero()[0]]
 
     def measure_updates(self, host: _Host) -> int:
         """Measure the differences of the parameters and their copies, and drop the copies.

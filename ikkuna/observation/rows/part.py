@@ -240,7 +240,7 @@ class PartPool:
         return self._free.pop() if self._free else Part(self.error_guard, self._native, self._imprecise)
 
     def release(self, parts: Iterable[Part]) -> None:
-        """Empty parts, and keep them for later."""
-        for part in parts:
+        """Empty parts, and keep them for later, so that a step which takes as many gets the same ones in the same order."""
+        for part in reversed([*parts]):
             part.clear()
             self._free.append(part)

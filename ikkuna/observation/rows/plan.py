@@ -390,7 +390,7 @@ class Selections:
 
     def measured(self, is_measured: NDArray[np.bool_]) -> MeasuredRows:
         """Return the measured rows of a step, the same object as for the last step if they are the same."""
-        if not np.array_equal(is_measured, self._measured.is_measured):
+        if is_measured.tobytes() != self._measured.is_measured.tobytes():
             self._measured = MeasuredRows(self, is_measured)
         return self._measured
 

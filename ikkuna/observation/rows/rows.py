@@ -364,7 +364,7 @@ class Rows:
         """Return which rows were measured."""
         found = self._measured_rows = self.selections.measured(self.values[:, _N] > 0)
         self._measurers = frozenset(chain.from_iterable(self.measured.values()))
-        self._is_finite = not self.values[:, _NANS : _INFS + 1].any()
+        self._is_finite = not np.count_nonzero(self.values[:, _NANS : _INFS + 1])
         return found
 
     def _batch(self, registered: Registered, selection: Selection) -> MessageBatch:

@@ -90,12 +90,9 @@ class TensorReader:
         memory : ListMemory
             What is known of the list from earlier calls.  If it has places for copies, the tensors are copied as well.
         """
-        copies = None if memory.copies is None else memory.copies.ctypes.data
-        done = memory.done
-        known = memory.known.ctypes.data
-        self._many(tensors, len(tensors), flags.ctypes.data, rows.ctypes.data, known, copies, done.ctypes.data)
-        is_left = ((done & _MEASURED) == 0) & (flags != NOTHING)
-        return np.flatnonzero(is_left)
+        self._many(tensors, len(tensors), flags.ctypes.data, rows.ctypes.data, *memory.addresses)
+        is_left: NDArray[np.bool_] = ((memory.done & _MEASURED) == 0) & (flags != NOTHING)
+        return is_left.nonzero()[0]
 
     def add_differences(self, tensors: list[Any], flags: _Flags, rows: _Rows, memory: "ListMemory") -> NDArray[np.intp]:
         """Add the statistics of the differences of tensors and their copies, which `add_all` has made, to rows.
@@ -103,10 +100,10 @@ class TensorReader:
         Returns the positions of those that are not what they were when they were copied.
         """
         assert memory.copies is not None
-        is_copied, done = memory.is_copied, memory.done
-        arrays = (flags, rows, memory.known, memory.copies, done)
-        self._differences(tensors, len(tensors), *(array.ctypes.data for array in arrays))
-        return np.flatnonzero(is_copied & (done == 0))
+        is_copied = memory.is_copied
+        self._differences(tensors, len(tensors), flags.ctypes.data, rows.ctypes.data, *memory.addresses)
+        is_lost: NDArray[np.bool_] = is_copied & (memory.done == 0)
+        return is_lost.nonzero()[0]
 
 
 class ListMemory:
@@ -120,6 +117,11 @@ class ListMemory:
         The number of tensors.
     sizes : sequence of int, optional
         The numbers of bytes of tensors that are copied; 0 for those that are not.
+
+    Attributes
+    ----------
+    addresses : tuple of int or None
+        Where the native functions find what is known of the tensors, their copies, and what was done.
     """
 
     def __init__(self, count: int, sizes: Sequence[int] | None = None) -> None:
@@ -129,6 +131,8 @@ class ListMemory:
         if sizes is not None:
             self.copies = np.zeros((count, 5), np.int64)
             self.copies[:, 1] = sizes
+        arrays = self.known, self.copies, self.done
+        self.addresses = tuple(None if array is None else int(array.ctypes.data) for array in arrays)
 
     @property
     def is_copied(self) -> NDArray[np.bool_]:
