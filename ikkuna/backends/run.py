@@ -288,6 +288,7 @@ class Run:
         if self._process != os.getpid():
             return False
         if self._closed is None:
+            self._drawing_seconds = self.drawing_seconds
             self._closed, self._open_step = False, math.inf
             self._share("draw", drawing)
             self._closed = self._share("close", timeout)
@@ -309,7 +310,9 @@ class Run:
 
     @property
     def drawing_seconds(self) -> float:
-        """CPU time of the threads that draw pictures."""
+        """CPU time of the threads that draw pictures, until the run is closed."""
+        if self._closed is not None:
+            return self._drawing_seconds
         return sum([guarded.drawing_seconds for guarded in list(self._backends.values())])
 
     @property

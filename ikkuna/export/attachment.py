@@ -160,7 +160,7 @@ def health_of(
         unwritable=run.unwritable if run is not None else (),
         disabled=tuple(bus.error_guard.disabled),
         skipped=session.skipped,
-        overhead=session.context.stopwatch.overhead,
+        overhead=session.context.stopwatch.overhead(0.0 if run is None else run.drawing_seconds),
         dumps=len(recorder.dumps) if recorder is not None else 0,
         failed_dumps=recorder.failed if recorder is not None else 0,
         kept_bytes=session.hooks.optimizers.table.memory.nbytes,

@@ -253,7 +253,7 @@ class IdleSteps:
     def _report_counted(self, ended: float, spent: float) -> None:
         """Report the steps that were counted."""
         context, counters, observer = self._context, self._tracker.counters, self._context.observer
-        context.stopwatch.steps_passed(ended, spent, 0.0 if self._run is None else self._run.drawing_seconds)
+        context.stopwatch.steps_passed(ended, spent)
         self._logged.step_ends(counters.global_step - 1)
         if self._takes_losses:
             self._bus.queue.append(Losses(self._losses, self._plan.subscriptions))

@@ -227,7 +227,7 @@ class Exchange:
         self._layouts = Layouts()
         self._alignments = Alignments()
         self._group = 0
-        self._first_step: int | None = None
+        self.first_step: int | None = None
         self._waiting: list[_WaitingStep] = []
         self._deadline: float | None = None
         self.replicas = 1
@@ -242,8 +242,8 @@ class Exchange:
 
     def step_opened(self, stamp: Stamp) -> None:
         """Update `replicas`, and store the first step."""
-        if self._first_step is None:
-            self._first_step = stamp.global_step
+        if self.first_step is None:
+            self.first_step = stamp.global_step
         if (world := World.here()).size > 1:
             self.replicas = max((data_parallel_size(root) for root in self._model.callable), default=1)
             if self.world is None:
@@ -292,7 +292,7 @@ class Exchange:
         self._bus.is_silent = world.rank != 0
         try:
             self._agreement, group = rendezvous.agree(
-                world, signature_of(self._bus.registered), self._model.names_by_stage(), self._first_step or 0
+                world, signature_of(self._bus.registered), self._model.names_by_stage(), self.first_step or 0
             )
             self._group = min(
                 (model_parallel_group(root, world.rank) for root in self._model.callable), default=world.rank

@@ -207,7 +207,7 @@ class ReplacedModules:
         context = self._context
         parameters = context.parameters
         try:
-            if parameters.modules_have_changed() and not (inside_step and context.model.is_compiled):
+            if parameters.children.have_changed() and not (inside_step and context.model.is_compiled):
                 self._follow_modules()
             elif parameters.held.have_changed():
                 parameters.refresh()
@@ -323,11 +323,12 @@ class StepCycle:
 
     def record(self, stamp: Stamp) -> None:
         """Begin to record a step, or another pass."""
-        context = self._context
-        self._exchange.step_opened(stamp)
+        context, exchange = self._context, self._exchange
+        if exchange.first_step is None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            exchange.step_opened(stamp)
         if not context.model.knows_stages:
             context.model.find_stages()
-        context.replicas = self._exchange.replicas
+        context.replicas = exchange.replicas
         context.recorder.open(stamp, self._plans.of(stamp))
         if context.recorder.plan.parameters:
             self._random_numbers.step_opened()
@@ -375,8 +376,7 @@ class StepCycle:
         if step is not None and bus.calls_model and not self._exchange.is_shared:
             step.evaluate(bus)
         bus.drain(wait=self._exchange.gather is not None and self._exchange.must_wait(closed.stamp))
-        run = bus.run
-        context.stopwatch.step_ended(0.0 if run is None else run.drawing_seconds)
+        context.stopwatch.step_ended()
         if plan is not None and plan.needs_losses_alone:
             self._idle.begin(self._plans)
 

@@ -32,6 +32,11 @@ class Validation:
         Returns what is measured in a step or pass.
     recorder : Recorder
         A recorder of its own, which does not communicate.
+
+    Attributes
+    ----------
+    is_open : bool
+        Whether a pass is recorded that has not ended.
     """
 
     def __init__(
@@ -39,18 +44,14 @@ class Validation:
     ) -> None:
         self._bus, self._context, self._plan_of = bus, context, plan_of
         self._recorder = recorder
-        self._is_settled = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a pass is recorded that has not ended."""
-        return self._recorder.rows is not None
+        self._is_settled = self.is_open = False
 
     def recorder(self, loss: bool = True) -> Recorder:
         """Return the recorder of the pass, which begins if it has not; `loss` is whether it records one."""
         self._is_settled = self._is_settled or loss
         if self._recorder.rows is None:
             self._recorder.open(*self._planned())
+            self.is_open = self._recorder.rows is not None
         return self._recorder
 
     def _planned(self) -> tuple[Stamp, Plan]:
@@ -65,8 +66,8 @@ class Validation:
 
     def end(self, is_complete: bool = True) -> None:
         """Publish the measurements of the pass, if there is one and it is complete."""
-        if self._recorder.rows is not None:
-            rows = self._recorder.close()
+        if self.is_open:
+            self.is_open, rows = False, self._recorder.close()
             if rows is not None and is_complete:
                 self._bus.queue.append(Finished(rows, None))
         if not self._is_settled and self._context.events.repeated > 1:

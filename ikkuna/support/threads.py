@@ -242,11 +242,12 @@ class Worker:
 
     def _start(self) -> None:
         """Start the thread if it is needed and does not run; try again after a pause if it does not begin."""
+        now, earlier = time.monotonic(), self._thread
+        if earlier is not None and now < self._start_at:
+            return
         if self._next_job() is None and (self.is_closing or self._due() == math.inf):
             return
-        now, earlier = time.monotonic(), self._thread
-        may_begin = earlier is not None and earlier.may_begin and now < self._started_at + START_SECONDS
-        if may_begin or (earlier is not None and now < self._start_at):
+        if earlier is not None and earlier.may_begin and now < self._started_at + START_SECONDS:
             return
         self._started_at, self._start_at = now, now + self._retry_seconds
         self._thread = BackgroundThread(self._run, self._name)

@@ -245,6 +245,7 @@ class NormSubscriber(SharedStatisticSubscriber):
     quantity = Quantity(low=0.0, scale="log")
     accepts_finite_only = True
     derived = True
+    measures: bool = False
 
     def __init__(self, kind: str, p: float = 2, *, finite_only: bool = False, **options: Any) -> None:
         if isinstance(p, bool) or not isinstance(p, int | float) or not p >= 0:
@@ -253,11 +254,7 @@ class NormSubscriber(SharedStatisticSubscriber):
         super().__init__(kind, finite_only=finite_only, **options)
         self.p = p
         self.fields, self._property = NORMS.get(p, ((), ""))
-
-    @property
-    def measures(self) -> bool:
-        """Whether no shared statistic gives this norm."""
-        return not self.fields
+        self.measures = not self.fields  # no shared statistic gives this norm
 
     def measure(self, message: Any) -> Tensor | None:
         r"""Return :math:`\sum |x_i|^p`, in float64."""

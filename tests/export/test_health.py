@@ -61,7 +61,7 @@ def test_the_time_of_the_first_step_is_not_counted(monkeypatch):
         watch.start()
         watch.step_ended()
         watch.stop()
-    assert watch.overhead == pytest.approx(1.5 / 0.5)
+    assert watch.overhead() == pytest.approx(1.5 / 0.5)
 
 
 def test_what_is_started_inside_is_counted_once(clock):
@@ -75,24 +75,23 @@ def test_what_is_started_inside_is_counted_once(clock):
 
 
 def test_a_stopwatch_knows_what_others_have_spent(clock):
-    """Each step has 1 s inside, 1 s of others, 0.5 s of other threads beside it, and 3 s of its own."""
-    others, beside = [0.0], 0.0
+    """Each step has 1 s inside, 1 s of others, and 3 s of its own; each but the first 0.5 s of other threads beside it."""
+    others = [0.0]
     watch = Stopwatch(lambda: others[0])
     assert watch.lap() is None
-    assert (watch.overhead, watch.spent_later) == (0.0, 0.0)
+    assert (watch.overhead(), watch.spent_later) == (0.0, 0.0)
     for step in range(4):
         watch.start()
         clock.advance(1.0)
         watch.stop()
         others[0] += 1.0
-        beside += 0.5
         clock.advance(4.0)
-        watch.step_ended(beside)
-        assert watch.overhead == pytest.approx(2.5 / 2.5 if step else 0.0)
-        assert watch.spent_later == pytest.approx(2.5 * step)
+        watch.step_ended()
+        assert watch.overhead(0.5 * step) == pytest.approx(2.5 / 2.5 if step else 0.0)
+        assert watch.spent_later == pytest.approx(2.0 * step)
         assert watch.lap() == pytest.approx((5.0, 2.0))
-    watch.steps_passed(ended=40.0, spent=watch.spent, beside=beside)
-    assert watch.overhead == pytest.approx(7.5 / 27.5)  # 20 s later, in which nothing was spent
+    watch.steps_passed(ended=40.0, spent=watch.spent)
+    assert watch.overhead(1.5) == pytest.approx(7.5 / 27.5)  # 20 s later, in which nothing was spent
     clock.advance(25.0)
     assert watch.lap() == pytest.approx((5.0, 0.0))
 

@@ -222,7 +222,7 @@ def clock(monkeypatch):
 
 def test_nested_pairs_are_counted_once_and_exceptions_leave_nothing_open(clock):
     watch = Stopwatch()
-    assert (watch.spent, watch.spent_later, watch.overhead) == (0, 0, 0)
+    assert (watch.spent, watch.spent_later, watch.overhead()) == (0, 0, 0)
     for call, now in (("start", 1), ("start", 2), ("stop", 4), ("stop", 8), ("start", 16), ("stop", 32)):
         clock.now = now
         getattr(watch, call)()
@@ -266,7 +266,7 @@ def test_laps_contain_open_pairs_and_what_was_measured_elsewhere(clock):
     watch.stop()
     clock.now = 20.0
     assert watch.lap() == (7, 3)
-    watch.steps_passed(ended=30.0, spent=50.0, beside=0.0)
+    watch.steps_passed(ended=30.0, spent=50.0)
     clock.now, watch.spent = 31.0, 50.25
     assert watch.lap() == (1, 0.25)
 
@@ -275,17 +275,17 @@ def test_the_overhead_is_a_share_of_the_remaining_time_without_the_first_step(cl
     elsewhere = [4.0]
     watch = Stopwatch(lambda: elsewhere[0])
     watch.spent = 1.0
-    watch.step_ended(beside=8.0)
-    assert (watch.overhead, watch.spent_later) == (0, 0)
+    watch.step_ended()
+    assert (watch.overhead(), watch.spent_later) == (0, 0)
     clock.now, watch.spent = 110.0, 2.0
-    watch.step_ended(beside=9.0)
-    assert watch.spent_later == 2
-    assert watch.overhead == 2 / (10 - 2)
+    watch.step_ended()
+    assert watch.spent_later == 1
+    assert watch.overhead(1.0) == 2 / (10 - 2)
     elsewhere[0] = 4.5
-    watch.steps_passed(ended=120.0, spent=3.0, beside=9.5)
-    assert watch.spent_later == 4
-    assert watch.overhead == 4 / (20 - 4)
-    watch.steps_passed(ended=120.0, spent=18.5, beside=9.5)
-    assert watch.overhead == 19.5 / (20 - 19.5)
-    watch.steps_passed(ended=120.0, spent=19.0, beside=9.5)
-    assert (watch.spent_later, watch.overhead) == (20, 0)  # no remaining time
+    watch.steps_passed(ended=120.0, spent=3.0)
+    assert watch.spent_later == 2.5
+    assert watch.overhead(1.5) == 4 / (20 - 4)
+    watch.steps_passed(ended=120.0, spent=18.5)
+    assert watch.overhead(1.5) == 19.5 / (20 - 19.5)
+    watch.steps_passed(ended=120.0, spent=20.5)
+    assert (watch.spent_later, watch.overhead()) == (20, 0)  # no remaining time

@@ -17,10 +17,9 @@ ON_ERROR = ("disable", "log", "raise")
 
 
 class Closable(Protocol):
-    """An object that must be closed while a subscriber's code runs."""
+    """An object that must be closed while a subscriber's code runs: 0 is written to each of its memories."""
 
-    def close(self) -> None:
-        """Close it; it may be opened again."""
+    threads: tuple[memoryview, memoryview, memoryview]
 
 
 class ThreadState(threading.local):
@@ -112,7 +111,8 @@ class ErrorGuard:
                 try:
                     for reference in self._closed_before:
                         if (closed := reference()) is not None:
-                            closed.close()
+                            first, second, third = closed.threads
+                            first[0] = second[0] = third[0] = 0
                     thread.subscriber_is_running = True
                     for argument in left:
                         result = None

@@ -1,6 +1,7 @@
 """A subscriber that is registered on a bus, and its running state."""
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -55,8 +56,9 @@ class Registered:
         The rows that were measured in the last step, and those of them that the subscriber takes.
     targets : tuple
         Equal for subscribers with the same backends.
-    rhythm : tuple
-        Equal for subscribers that sample the same steps.
+    regular_from : float
+        The training step from which a step is sampled if it is a multiple of `subsample`, or of that times the factor of
+        `thinning`, unless the user has changed that; infinite if it depends on more.
     disabled : bool
         Whether the subscriber is no longer called.
     failures : FailureCounter
@@ -86,14 +88,12 @@ class Registered:
         self.takes_batches = not is_replaced and last_defined(type(subscriber), "compute_batch", "compute") != "compute"
         last = last_defined(type(subscriber), *METHODS)
         self.takes_steps = last == "compute_step" and not (is_replaced or self.subscription.is_joined)
-        self.varies = type(subscriber).measures is not Subscriber.measures
+        declared: Any = type(subscriber).measures
+        self.varies = isinstance(declared, property) and declared is not Subscriber.measures
         self.finishes = type(subscriber).finish is not Subscriber.finish or "finish" in vars(subscriber)
         asked = self.subscription
-        self.rhythm: tuple[Any, ...] = (
-            (asked.tag, asked.subsample, asked.start, asked.stop, asked.first, asked.thinning, self.needs_no_forward)
-            if asked.schedule is None
-            else (id(self),)
-        )
+        is_regular = asked.schedule is None and asked.stop is None and asked.tag in (None, TRAINING)
+        self.regular_from = max(asked.first, asked.start) if is_regular else math.inf
         self.takes_losses = type(subscriber).compute_losses is not Subscriber.compute_losses and asked.subsample == 1
         self.measured: tuple[object, tuple[Any, ...]] = None, ()
         self.targets = tuple(map(key_of, subscriber.backends))
@@ -142,10 +142,9 @@ class Registered:
             return self.distance
         return self.subscriber.needs_step_every
 
-    @property
-    def extra_steps(self) -> Collection[int]:
-        """Steps that subscribers of any subscription sample if they need no forward."""
-        return self._sampling.extra
+    def is_sampled_as_registered(self, step: int) -> bool:
+        """Return whether the user, and unusual losses, have not changed which subscribers of the bus sample a training step."""
+        return not (self._sampling.is_changed or step in self._sampling.extra)
 
     def samples(self, stamp: Stamp) -> bool:
         """Return whether data of this step is sampled."""

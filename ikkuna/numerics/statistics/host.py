@@ -211,7 +211,7 @@ class HostStatistics:
 
     def addresses(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the addresses of several rows, at least one, valid until `take`."""
-        self.address(int(rows.max()))
+        self.address(int(np.maximum.reduce(rows)))
         return self._address + rows * _ROW_BYTES
 
     def add(
@@ -310,7 +310,8 @@ class HostStatistics:
 
     def take(self, count: int) -> tuple[Values, dict[int, dict[str, Tensor]]]:
         """Return a copy of the first `count` rows, and the histograms, and empty the table."""
-        self.reserve(count)
+        if count > len(self.values):
+            self.reserve(count)
         values, codes = self.values[:count].copy(), self.codes
         self.values[:] = EMPTY
         self.codes, self._outgrown = {}, []

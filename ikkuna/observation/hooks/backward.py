@@ -1,8 +1,6 @@
 """Recognises running backwards, and reports to the tracker which forwards they reach."""
 
-import weakref
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,6 +29,16 @@ class _Running:
         self.forwards: list[Forward] = []
 
 
+class _EndHook(Hook):
+    """The hook at the end of a backward, which is called whether anything is recorded or not."""
+
+    __slots__ = ()
+
+    def resumes(self, context: HookContext) -> bool:
+        """Return ``True``."""
+        return True
+
+
 class BackwardHooks:
     """Reports to the tracker which forwards a backward reaches.
 
@@ -49,7 +57,7 @@ class BackwardHooks:
     has_accumulated : bool
         Whether a backward has added to gradients of parameters, in any step that was recorded.
     ended : list of callable
-        Called at the end of each backward that has added to gradients of parameters.
+        Called at the end of each backward that has added to gradients of parameters, if a step records them before they are clipped.
     """
 
     def __init__(self, context: HookContext, loss: LossHooks) -> None:
@@ -84,6 +92,7 @@ class BackwardHooks:
         kind = running.kind
         if kind is Backward.PASSES_BY:
             return -1
+        accumulates = kind is Backward.ACCUMULATES
         if forward not in running.forwards:
             running.forwards.append(forward)
             if kind is not Backward.CHECKPOINTED:
@@ -91,8 +100,8 @@ class BackwardHooks:
                 if decisions := self.context.tracker.backward_reached(forward, captured):
                     self.context.apply(decisions)
             if len(running.forwards) == 1:
-                self._loss.backward_begins(_part(kind, forward))
-        return forward.part if kind is Backward.ACCUMULATES else forward.provisional_part
+                self._loss.backward_begins(forward.part if accumulates else forward.provisional_part)
+        return forward.part if accumulates else forward.provisional_part
 
     def reach_latest(self) -> int | None:
         """Report that the running backward has reached the forward that it reached last, or else the latest one."""
@@ -112,8 +121,11 @@ class BackwardHooks:
         before = parameters.gradient_state() if kind is Backward.CHECKPOINTED else None
         running = self._running[task] = _Running(kind, before)
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        Variable._execution_engine.queue_callback(partial(_backward_ended, weakref.ref(self), task, is_distributed))
+        self._call_at_end(task, is_distributed)
         return running
+
+    def _call_at_end(self, task: int, again: bool) -> None:
+        Variable._execution_engine.queue_callback(_EndHook(self, BackwardHooks.backward_ended, task, again))
 
     def report_cleared(self) -> None:
         """Report gradients that were cleared since the last backward; during another pass the open step waits."""
@@ -129,9 +141,15 @@ class BackwardHooks:
         """Whether a backward has raised, so that its end was not seen, and its gradients were cleared since."""
         return not in_backward() and self.context.parameters.gradients_are_absent()
 
-    def backward_ended(self, task: int) -> None:
-        """Handle the end of a backward, after data-parallel wrappers have reduced the gradients."""
+    def backward_ended(self, task: int, again: bool) -> None:
+        """Handle the end of a backward; with `again` after the callbacks that others have queued during the backward.
+
+        Data-parallel wrappers have reduced the gradients then.
+        """
         context = self.context
+        if again:
+            self._call_at_end(task, False)
+            return
         running = self._running.pop(task, None)
         if running is None:
             return
@@ -143,34 +161,12 @@ class BackwardHooks:
         if running.kind is Backward.ACCUMULATES and not context.is_off:
             self.has_accumulated = True
             parameters.note_gradients()
-            for call in self.ended:
-                call()
+            if context.recorder.plan.unclipped_gradients:
+                for call in self.ended:
+                    call()
 
     def step_ended(self) -> None:
         """Forget the gradients of the step, and backwards that have raised."""
         self.context.parameters.noted = None
         if graph_task() == -1:
             self._running.clear()
-
-
-def _part(kind: Backward, forward: Forward) -> int:
-    return forward.part if kind is Backward.ACCUMULATES else forward.provisional_part
-
-
-def _backward_ended(reference: "weakref.ref[BackwardHooks]", task: int, again: bool) -> None:
-    """Call ``backward_ended``; with `again` after the callbacks that others have queued during the backward."""
-    if (hooks := reference()) is None:
-        return
-    context = hooks.context
-    try:
-        try:
-            context.stopwatch.start()
-            context.native.close()
-            if again:
-                Variable._execution_engine.queue_callback(partial(_backward_ended, reference, task, False))
-            else:
-                hooks.backward_ended(task)
-        finally:
-            context.stopwatch.stop()
-    except BaseException as error:
-        context.handle("the end of a backward", error)

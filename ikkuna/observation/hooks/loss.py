@@ -379,8 +379,9 @@ class LossHooks:
             self.has_loss = self._is_unowned = True
             path = self._path(len(tracker.optimizers.stepped))
             recorder.receive(context.sites("loss"), loss, path, "total", part=part)
-        known = (tensor for each in self._losses if (tensor := each()) is not None)
-        value = next(known, None) if loss is None else loss
+        value = loss
+        for each in () if value is not None else self._losses:
+            value = each() if value is None else value
         if value is not None and value.is_cpu and is_one_number(value) and not math.isfinite(value.item()):
             self._report_broken_weights()
         if not (self._was_called or self._knows_labels):

@@ -199,13 +199,13 @@ class OptimizerHooks:
         if "batch_finished" in context.recorder.plan.kinds or context.observer is not None:
             self._add_groups(optimizer)
             self.has_closure = self.has_closure or closure
-        unowned = parameters.known_owners().unowned
+        owners = parameters.known_owners()
+        unowned = owners.unowned
         if not closure and (unowned or self.untrained.settled is not parameters.all):
             self.untrained.note_gradients(parameters.all, unowned)
         if not context.recorder.plan.parameters:
             return
         observed = parameters.of(optimizer)
-        owners = parameters.known_owners()
         self.table.weights(observed if self.table.is_used else parameters.all, observed, bool(owners.shared))
         if not closure:
             self._count_gradients(observed)
@@ -235,8 +235,8 @@ class OptimizerHooks:
             self.table.updates([n for n in observed if id(n.parameter) not in shared] if shared else observed)
             self.table.states(optimizer, observed)
         self._loss.optimizer_ends(optimizer, number)
-        if context.recorder.rows is not None:
-            context.recorder.rows.note_overflow(getattr(optimizer, "found_inf", None))
+        if context.recorder.rows is not None and (found := getattr(optimizer, "found_inf", None)) is not None:
+            context.recorder.rows.note_overflow(found)
         context.apply(tracker.optimizer_ends(number, owners.numbers, owners.covered))
         context.computation.step_ended()
 
@@ -273,7 +273,8 @@ class OptimizerHooks:
 
     def step_ended(self) -> None:
         """Forget everything about the step."""
-        self.table.step_ended()
+        if self.table.is_used or self.table.memory.buffers:
+            self.table.step_ended()
         self.rates, self.settings = {}, {}
         self.has_closure = False
         self.gradients = 0

@@ -43,12 +43,12 @@ class CopyMemory:
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, NDArray[np.uint8]] = {}
+        self.buffers: dict[int, NDArray[np.uint8]] = {}
 
     @property
     def nbytes(self) -> int:
         """Number of bytes that are kept; buffers that are used are not counted."""
-        return sum(buffer.nbytes for buffer in [*self._free.values()])
+        return sum(buffer.nbytes for buffer in [*self.buffers.values()])
 
     def take(self, size: int) -> NDArray[np.uint8]:
         """Return the smallest kept buffer of at least `size` bytes; if there is none, free the others and return a new one.
@@ -58,20 +58,20 @@ class CopyMemory:
         MemoryError
             If there is no memory.
         """
-        large = sorted((buffer.nbytes, key) for key, buffer in [*self._free.items()] if buffer.nbytes >= size)
+        large = sorted((buffer.nbytes, key) for key, buffer in [*self.buffers.items()] if buffer.nbytes >= size)
         for _, key in large:
-            if (found := self._free.pop(key, None)) is not None:  # else another thread has taken it
+            if (found := self.buffers.pop(key, None)) is not None:  # else another thread has taken it
                 return found
-        self._free.clear()
+        self.buffers.clear()
         return np.empty(size, np.uint8)
 
     def give_back(self, buffer: NDArray[np.uint8]) -> None:
         """Keep a buffer for the next list."""
-        self._free[id(buffer)] = buffer
+        self.buffers[id(buffer)] = buffer
 
     def release(self) -> None:
         """Free the buffers that are not used."""
-        self._free.clear()
+        self.buffers.clear()
 
 
 class ParameterList:

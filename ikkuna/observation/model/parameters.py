@@ -100,8 +100,8 @@ class TrackedParameters:
     ----------
     all : tuple of NamedParameter
         The parameters of the observed modules.
-    held : _Contents
-        The parameters that the modules held when these were tracked.
+    children, held : _Contents
+        The modules and the parameters that the modules held when these were tracked.
     noted : dict or None
         The gradients that `note_gradients` has remembered.
     """
@@ -110,7 +110,7 @@ class TrackedParameters:
         self.all: tuple[NamedParameter, ...] = ()
         self._modules: tuple[NamedModule, ...] = ()
         self._roots: tuple[nn.Module, ...] = ()
-        self._children, self.held = _Contents([]), _Contents([])
+        self.children, self.held = _Contents([]), _Contents([])
         self._of_model: dict[int, nn.Parameter] = {}
         self._spread: list[tuple[int, nn.Parameter]] = []  # neighbours are far from each other in the model
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -133,10 +133,6 @@ class TrackedParameters:
         holders = self._note_contents()
         self._set_tracked(*self._resolve(holders))
 
-    def modules_have_changed(self) -> bool:
-        """Return whether the user has added, removed or replaced modules of the model since its parameters were tracked."""
-        return self._children.have_changed()
-
     def refresh(self) -> None:
         """Find the parameters again if the user has replaced some, as ``load_state_dict(assign=True)`` and ``fully_shard`` do."""
         observed, of_model = self._resolve(self._note_contents())
@@ -154,7 +150,7 @@ class TrackedParameters:
         inside = (module for root in self._roots for module in root.modules())
         holders = list({id(m): m for m in (*inside, *(named.module for named in self._modules))}.values())
         changeable = [module for module in holders if not isinstance(module, torch.jit.ScriptModule)]
-        self._children = _Contents([module._modules for module in changeable])
+        self.children = _Contents([module._modules for module in changeable])
         self.held = _Contents([module._parameters for module in changeable])
         return holders
 
@@ -346,7 +342,9 @@ class TrackedParameters:
         ``None`` for a parameter without data, for a sparse one,
         and for a shard: autograd adds to the tensor that FSDP gathers from the shards.
         """
-        if is_distributed(parameter) or nn.parameter.is_lazy(parameter) or parameter.layout is not torch.strided:
+        if type(parameter) is not nn.Parameter and (is_distributed(parameter) or nn.parameter.is_lazy(parameter)):
+            return None
+        if parameter.layout is not torch.strided:
             return None
         function = switched([gradients(True)], _node_of_view, parameter)
         return None if function is None else function.next_functions[0][0]

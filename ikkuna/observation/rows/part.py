@@ -119,6 +119,8 @@ class Part:
         By row, which shard of a distributed tensor this rank has.
     reductions : dict
         By row, how the calls of a loss become one number: ``"mean"`` or ``"sum"``.
+    is_clear : bool
+        Whether nothing was added since it was emptied.
     """
 
     def __init__(self, error_guard: ErrorGuard, native: bool, imprecise: ImpreciseRows) -> None:
@@ -129,6 +131,7 @@ class Part:
         self.together: dict[Registered, Tensor | DeferredRow] = {}
         self.shards: dict[int, ShardPosition] = {}
         self.reductions: dict[int, str] = {}
+        self.is_clear = True
 
     def statistics(self, x: Tensor) -> HostStatistics | DeviceStatistics:
         """Return the statistics to which a tensor is added."""
@@ -184,14 +187,21 @@ class Part:
         self.reductions |= other.reductions
         other.clear()
 
+    def is_taken(self) -> None:
+        """Handle that everything was taken, and the statistics were emptied."""
+        self.measured, self.together, self.shards, self.reductions = {}, {}, {}, {}
+        self.is_clear = True
+
     def clear(self, rows: Iterable[int] | None = None) -> None:
         """Empty some rows, or all."""
+        if self.is_clear:
+            return
         rows = None if rows is None else list(rows)
         self.host.clear(rows)
         for statistics in self.devices.values():
             statistics.clear(rows)
         if rows is None:
-            self.measured, self.together, self.shards, self.reductions = {}, {}, {}, {}
+            self.is_taken()
         for row in rows or ():
             for by_row in (self.measured, self.shards, self.reductions):
                 by_row.pop(row, None)
@@ -242,5 +252,6 @@ class PartPool:
     def release(self, parts: Iterable[Part]) -> None:
         """Empty parts, and keep them for later, so that a step which takes as many gets the same ones in the same order."""
         for part in reversed([*parts]):
-            part.clear()
+            if not part.is_clear:
+                part.clear()
             self._free.append(part)

@@ -241,16 +241,17 @@ def _task(kind: str, wanting: tuple[Registered, ...]) -> Task:
     return Task(fields, wanting, tuple(s for s in wanting if s.subscriber.measures))
 
 
-def _sampling(subscriptions: tuple[Registered, ...], stamp: Stamp) -> tuple[Registered, ...]:
-    """Return the subscribers that sample a step; one of those with the same rhythm is asked."""
-    answers: dict[tuple[Any, ...], bool] = {}
-    found = []
+def _sampling(subscriptions: tuple[Registered, ...], stamp: Stamp, is_regular: bool) -> tuple[Registered, ...]:
+    """Return the subscribers that sample a step; in a regular one most of them need not be asked."""
+    step, found = stamp.global_step, []
     for registered in subscriptions:
-        if registered.disabled:
-            continue
-        is_sampled = answers.get(registered.rhythm)
-        if is_sampled is None:
-            is_sampled = answers[registered.rhythm] = registered.samples(stamp)
+        if not is_regular or step < registered.regular_from:
+            is_sampled = registered.samples(stamp)
+        else:
+            begin, factor = registered.subscription.thinning
+            is_sampled = not registered.disabled and not step % (
+                registered.subscription.subsample * (1 if step < begin else factor)
+            )
         if is_sampled:
             found.append(registered)
     return tuple(found)
@@ -297,9 +298,9 @@ class Demand:
             and self._distance
             and all(map(self._distance.__rmod__, steps))
         )
-        if is_between and subscriptions and stamp.global_step in subscriptions[0].extra_steps:
-            is_between = False
-        sampling = () if is_between else _sampling(subscriptions, stamp)
+        is_usual = not subscriptions or subscriptions[0].is_sampled_as_registered(stamp.global_step)
+        is_regular = is_usual and stamp.pass_name == TRAINING and not stamp.completes
+        sampling = () if is_between and is_usual else _sampling(subscriptions, stamp, is_regular)
         varying = self._varying and [s for s in sampling if s.varies and s.subscriber.measures]
         measuring = frozenset(varying or ())
         key = tuple(map(id, sampling)), measuring

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, Protocol
 
 import numpy as np
@@ -134,7 +134,9 @@ class Rows:
 
     def part(self, number: int) -> Part:
         """Return a part of the step."""
-        return self._parts.get(number) or self._parts.setdefault(number, self._pool.take())
+        found = self._parts.get(number) or self._parts.setdefault(number, self._pool.take())
+        found.is_clear = False
+        return found
 
     def drop(self, kinds: frozenset[str]) -> None:
         """Forget the measurements of some kinds."""
@@ -164,10 +166,9 @@ class Rows:
         other._parts = {number: self._parts.pop(number) for number in parts if number in self._parts}
         return other
 
-    def note_overflow(self, found_inf: Tensor | None) -> None:
+    def note_overflow(self, found_inf: Tensor) -> None:
         """Record the flag by which a gradient scaler tells a fused optimizer to leave the weights unchanged."""
-        if found_inf is not None:
-            self._flags[len(self._flags)] = found_inf.detach().clone()
+        self._flags[len(self._flags)] = found_inf.detach().clone()
 
     def rename_total(self, site: Site, path: str, name: str, scale: Tensor | None = None) -> None:
         """Give a row that is a total another path; its parts are multiplied by `scale`, which is removed from the sum."""
@@ -182,23 +183,24 @@ class Rows:
 
     def close(self, parts: Iterable[int] = ()) -> None:
         """Merge some parts into part 0, drop the others, and start one copy to the host per device."""
-        for number in [number for number in parts if number in self._parts]:
+        for number in filter(self._parts.__contains__, parts):
             if 0 in self._parts:
                 self.merge_part(number, 0)
             else:
                 self._parts[0] = self._parts.pop(number)
-        pending: list[_Place] = [
-            (self.rates, name, rate) for name, rate in self.rates.items() if isinstance(rate, Tensor)
-        ]
-        pending += [(self._flags, i, flag) for i, flag in self._flags.items()]
-        if not (self._parts or pending):
+        pending: list[_Place] = []
+        for name, rate in self.rates.items():
+            if isinstance(rate, Tensor):
+                pending.append((self.rates, name, rate))
+        if not (self._parts or pending or self._flags):
             return
         whole = self._parts.get(0) or self.part(0)
         self.measured, self.together = whole.measured, whole.together
         self.shards, self.reductions = whole.shards, whole.reductions
         self.values, codes = whole.host.take(len(self.index.keys))
         self.codes = codes
-        holders: list[dict[Any, Any]] = [self._scales, self.together, *self.measured.values(), *codes.values()]
+        holders: list[dict[Any, Any]] = [self._flags, self._scales, self.together, *self.measured.values()]
+        holders += codes.values()
         for device, statistics in whole.devices.items():
             try:
                 taken, codes = statistics.take()
@@ -209,7 +211,9 @@ class Rows:
             self._device_codes.append(codes)
             self._taken.append((taken, taken.tensors))
             holders += (taken.tensors, *codes.values())
-        pending += [(holder, key, value) for holder in holders for key, value in holder.items()]
+        whole.is_taken()
+        for holder in holders:
+            pending += zip(repeat(holder), holder, holder.values(), strict=False)
         if pending or self._taken or self._device_codes:
             self._is_pending = True
             self._start_copies(pending)

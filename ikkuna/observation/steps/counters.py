@@ -261,7 +261,7 @@ class Stopwatch:
     >>> watch = Stopwatch()
     >>> watch.start(), watch.start(), watch.stop(), watch.stop()
     (None, None, None, None)
-    >>> 0 < watch.spent < 1, watch.overhead
+    >>> 0 < watch.spent < 1, watch.overhead()
     (True, 0.0)
     """
 
@@ -299,38 +299,36 @@ class Stopwatch:
         before, self._lap = self._lap, (now, spent)
         return None if before is None else (now - before[0], spent - before[1])
 
-    def step_ended(self, beside: float = 0.0) -> None:
-        """Mark the end of a step; the first one is left out, because it creates what the others reuse.
-
-        Parameters
-        ----------
-        beside : float
-            Seconds so far that other threads of ikkuna have kept the interpreter busy.
-        """
+    def step_ended(self) -> None:
+        """Mark the end of a step; the first one is left out, because it creates what the others reuse."""
         self._ended = time.perf_counter()
-        self._spent_until_end = self._spent_until(self._ended) + beside
+        self._spent_until_end = self._spent_until(self._ended)
         if self._began is None:
             self._began, self._spent_before = self._ended, self._spent_until_end
 
-    def steps_passed(self, ended: float, spent: float, beside: float) -> None:
+    def steps_passed(self, ended: float, spent: float) -> None:
         """Mark the end of the last of several steps, in seconds of the clock and of `spent`."""
         spent += self._others()
         self._lap = ended, spent
-        self._ended, self._spent_until_end = ended, spent + beside
+        self._ended, self._spent_until_end = ended, spent
 
     def _spent_until(self, now: float) -> float:
         """Return the seconds that were spent, including the pair that is open on this thread."""
         return self.spent + self._others() + (now - self.local.since if self.local.depth else 0.0)
 
-    @property
-    def overhead(self) -> float:
-        """Time that ikkuna took as a share of the remaining time, from the second step on; 0 before.
+    def overhead(self, beside: float = 0.0) -> float:
+        """Return the time that ikkuna took as a share of the remaining time, from the second step on; 0 before.
 
         It can be larger than the slowdown, because a training step and another thread may run at the same time.
+
+        Parameters
+        ----------
+        beside : float
+            Seconds that other threads of ikkuna have kept the interpreter busy.
         """
         if self._began is None:
             return 0.0
-        own = self._spent_until_end - self._spent_before
+        own = self._spent_until_end - self._spent_before + beside
         others = self._ended - self._began - own
         return own / others if others > 0 else 0.0
 
