@@ -356,7 +356,7 @@ class StepCycle:
         if closed.skipped:
             self._count_thrown_away(closed.stamp.global_step)
         else:
-            if optimizers.table.is_used or optimizers.untrained.settled is None:
+            if optimizers.table.copied or optimizers.table.before or optimizers.untrained.settled is None:
                 optimizers.before_close()
             self._steps += 1
         self._hooks.step_ended()

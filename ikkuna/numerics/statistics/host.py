@@ -211,7 +211,8 @@ class HostStatistics:
 
     def addresses(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the addresses of several rows, at least one, valid until `take`."""
-        self.address(int(np.maximum.reduce(rows)))
+        if (last := int(np.maximum.reduce(rows))) >= len(self.values):
+            self.address(last)
         return self._address + rows * _ROW_BYTES
 
     def add(
@@ -296,7 +297,8 @@ class HostStatistics:
                 with np.errstate(all="ignore"):
                     values[known] = merge_rows(np.stack([self.values[rows[known]], values[known]]))
             self.values[rows] = values
-        merge_codes(self.codes, other.codes)
+        if other.codes:
+            merge_codes(self.codes, other.codes)
 
     def clear(self, rows: list[int] | None = None) -> None:
         """Empty some rows, or all."""

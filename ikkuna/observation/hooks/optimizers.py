@@ -233,7 +233,8 @@ class OptimizerHooks:
                 self.table.unowned_gradients()
             shared = owners.shared
             self.table.updates([n for n in observed if id(n.parameter) not in shared] if shared else observed)
-            self.table.states(optimizer, observed)
+            if context.recorder.plan.states:
+                self.table.states(optimizer, observed)
         self._loss.optimizer_ends(optimizer, number)
         if context.recorder.rows is not None and (found := getattr(optimizer, "found_inf", None)) is not None:
             context.recorder.rows.note_overflow(found)
@@ -266,7 +267,7 @@ class OptimizerHooks:
 
     def before_close(self) -> None:
         """Record the updates of parameters that several optimizers own."""
-        if self.table.is_used:
+        if self.table.copied or self.table.before:
             self.table.updates(self.context.parameters.all)
         if self.untrained.settled is None:
             self.untrained.step_ended()

@@ -58,7 +58,7 @@ class CopyMemory:
         MemoryError
             If there is no memory.
         """
-        large = sorted((buffer.nbytes, key) for key, buffer in [*self.buffers.items()] if buffer.nbytes >= size)
+        large = sorted([(buffer.nbytes, key) for key, buffer in [*self.buffers.items()] if buffer.nbytes >= size])
         for _, key in large:
             if (found := self.buffers.pop(key, None)) is not None:  # else another thread has taken it
                 return found
@@ -166,7 +166,7 @@ class ParameterList:
     def uncopied(self) -> list[NamedParameter]:
         """The parameters whose updates are wanted and which were not copied."""
         left = self._is_updated if self._buffer is None else self._is_updated & ~self._memory.is_copied
-        return [self.named[i] for i in left.nonzero()[0]]
+        return [self.named[i] for i in left.nonzero()[0]] if np.count_nonzero(left) else []
 
     def measure_updates(self, host: _Host) -> int:
         """Measure the differences of the parameters and their copies, and drop the copies.
@@ -249,6 +249,10 @@ class ParameterTable:
         Number of updates that were not recorded because the weights were freed, or there was no memory for a copy.
     memory : CopyMemory
         The memory for copies of weights of the host.
+    copied : list of ParameterList
+        The lists with copies of weights before the step.
+    before : dict
+        Copies outside of lists, by the id of the parameter.
     """
 
     def __init__(self, context: HookContext) -> None:
@@ -257,8 +261,8 @@ class ParameterTable:
         self.skipped_updates = 0
         self.memory = CopyMemory()
         self._unused_steps = 0
-        self._before: dict[int, Tensor] = {}  # copies outside of lists, by the id of the parameter
-        self._copied: list[ParameterList] = []
+        self.before: dict[int, Tensor] = {}
+        self.copied: list[ParameterList] = []
         self._recorded: dict[str, set[int]] = {}
         self._everything: object = None
         self._of_plan: weakref.WeakKeyDictionary[Plan, _OfPlan] = weakref.WeakKeyDictionary()
@@ -274,11 +278,11 @@ class ParameterTable:
             self.memory.release()
 
     def _forget(self) -> None:
-        self._before = {}
+        self.before = {}
         self._recorded.clear()
-        for copied in self._copied:
+        for copied in self.copied:
             copied.drop()
-        self._copied.clear()
+        self.copied.clear()
         self.is_used = False  # at last, because an exception such as `KeyboardInterrupt` may come before
 
     # -- weights and updates --------------------------------------------------------------------------------------
@@ -301,22 +305,24 @@ class ParameterTable:
         host, copied = self.context.recorder.host_lists(), self._recorded.setdefault(_UPDATES[0], set())
         listed = self._list(_WEIGHTS, parameters, _without(changing, copied))
         if host is not None and not shared:
-            self._copied.append(listed)  # at first, because an exception such as `KeyboardInterrupt` may come after
+            self.copied.append(listed)  # at first, because an exception such as `KeyboardInterrupt` may come after
             listed.take(self.memory)
         left = listed.measure(host, listed.parameters)
         copied |= listed.updated
-        copies = self._copies(listed.uncopied)
-        self._receive(listed, left, listed.parameters, copies=copies)
+        uncopied = listed.uncopied
+        copies = self._copies(uncopied) if uncopied else {}
+        if left or copies or listed.with_measurers:
+            self._receive(listed, left, listed.parameters, copies=copies)
         if copies:  # those that were not copied by the kernel that measures them
             torch._foreach_copy_([copy for _, copy in copies.values()], [weights for weights, _ in copies.values()])
 
     def updates(self, parameters: Iterable[NamedParameter]) -> None:
         """Record the updates of parameters whose weights were copied."""
-        if self._copied and (host := self.context.recorder.host_lists()) is not None:
-            for copied in self._copied:
+        if self.copied and (host := self.context.recorder.host_lists()) is not None:
+            for copied in self.copied:
                 self.skipped_updates += copied.measure_updates(host)
-            self._copied.clear()
-        if self._before:
+            self.copied.clear()
+        if self.before:
             self.context.recorder.receive_all(self._changes(parameters))
 
     def _copies(self, parameters: Iterable[NamedParameter]) -> dict[int, tuple[Tensor, Tensor]]:
@@ -329,7 +335,7 @@ class ParameterTable:
             if (copy := _clone_or_memory(weights)) is None:
                 self.skipped_updates += 1
                 continue
-            self._before[id(named.parameter)] = copy
+            self.before[id(named.parameter)] = copy
             if not weights.is_cpu:
                 copies[id(named.parameter)] = weights, copy
         return copies
@@ -339,7 +345,7 @@ class ParameterTable:
         wanted = self._wanted(_UPDATES)
         for named in parameters:
             key = id(named.parameter)
-            if (before := self._before.pop(key, None)) is None or key not in wanted:
+            if (before := self.before.pop(key, None)) is None or key not in wanted:
                 continue
             site, path = wanted[key]
             if is_distributed(named.parameter) and has_numbers(after := local_tensor(named.parameter.detach())):
@@ -384,7 +390,8 @@ class ParameterTable:
         if scale is not None:
             gradients = [g if g is None else divided(g, scale.to(g.device, non_blocking=True)) for g in gradients]
         left = listed.measure(self.context.recorder.host_lists(part), gradients)
-        self._receive(listed, left, gradients, part)
+        if left or listed.with_measurers:
+            self._receive(listed, left, gradients, part)
 
     # -- others ----------------------------------------------------------------------------------------------------
 

@@ -296,7 +296,10 @@ class TrackedParameters:
         noted: GradientState = {}
         for key, parameter in self._spread:
             if (grad := parameter.grad) is not None or (is_later and parameter.requires_grad):
-                noted[key] = None if is_later and (grad is None or _is_zero(grad)) else _state(grad)
+                if grad is None or (is_later and _is_zero(grad)):
+                    noted[key] = None
+                else:  # as `_state` does, without a call
+                    noted[key] = id(grad), -1 if grad.is_inference() else grad._version
                 if len(noted) == _SENTINELS:
                     break
         self.noted = noted

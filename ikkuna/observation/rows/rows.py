@@ -356,7 +356,10 @@ class Rows:
             return [batch for batch in made if batch is not None]
         if not registered.fields:
             return []
-        return [*map(partial(self._batch, registered), measured_rows.of(registered))]
+        known, found = registered.measured
+        if known is not measured_rows:
+            found = measured_rows.of(registered)
+        return [*map(partial(self._batch, registered), found)]
 
     def step(self, registered: Registered) -> MeasuredStep:
         """Return what a subscriber takes, of which batches are made when it reads them."""

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from operator import attrgetter
 
 from ikkuna.metrics.messages.stamp import Stamp
 
@@ -350,6 +351,9 @@ class _Running:
     has_closure: bool = False
 
 
+_HAS_CLOSURE = attrgetter("has_closure")
+
+
 class RunningOptimizers:
     """Which optimizers are stepping, and which have stepped.
 
@@ -376,7 +380,7 @@ class RunningOptimizers:
     @property
     def in_closure(self) -> bool:
         """Whether an optimizer is stepping that evaluates the model itself."""
-        return any(running.has_closure for running in self.running.values())
+        return any(map(_HAS_CLOSURE, self.running.values()))
 
     def is_stepping(self, optimizer: int) -> bool:
         """Whether a step of this optimizer that counts is running, and is not inside another call of itself."""
