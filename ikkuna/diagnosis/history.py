@@ -57,13 +57,19 @@ class TimeSeries:
 
     def add(self, step: int, value: float) -> None:
         """Append a value."""
-        self.last, self.step = value, step
-        self.steps.append(step)
-        self.values.append(value)
-        if self.count < _FIRST:
-            self.first_steps.append(step)
-            self.first.append(value)
-        self.count += 1
+        self.add_to_each((self,), step, (value,))
+
+    @staticmethod
+    def add_to_each(curves: Iterable["TimeSeries"], step: int, values: Iterable[float]) -> None:
+        """Append one value to each of several series."""
+        for curve, value in zip(curves, values, strict=True):
+            curve.last, curve.step = value, step
+            curve.steps.append(step)
+            curve.values.append(value)
+            if curve.count < _FIRST:
+                curve.first_steps.append(step)
+                curve.first.append(value)
+            curve.count += 1
 
     def tail(self, number: int, skip: int = 0) -> list[float]:
         """Return up to `number` of the latest values, oldest first, without the `skip` latest."""
@@ -255,8 +261,7 @@ class History:
         curves = self._curves[kind, pass_name]
         if not curves.keys() >= set(names):
             curves = self._insert(kind, pass_name, *names)
-        for name, value in zip(names, values, strict=True):
-            curves[name].add(step, value)
+        TimeSeries.add_to_each(map(curves.__getitem__, names), step, values)
 
     def _insert(self, kind: str, pass_name: str, *names: str | None) -> dict[str | None, TimeSeries]:
         """Add the curves that do not exist, and sort the curves of their kind as in the network."""

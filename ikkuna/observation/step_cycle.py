@@ -1,7 +1,6 @@
 """Carries out the decisions of the step tracker: steps are opened, recorded, closed and delivered."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -423,7 +422,8 @@ class StepCycle:
         recorder = self._context.recorder
         if lap is not None:
             report["seconds"], report["own_seconds"] = lap
-        stamp = replace(closed.stamp, optimizers=self._hooks.losses.numbers_of(closed.optimizers))
+        numbers, known = self._hooks.losses.numbers_of(closed.optimizers), closed.stamp
+        stamp = Stamp(known.global_step, known.train_step, known.epoch, known.pass_name, numbers, known.completes)
         event = NetworkMessage(stamp, "batch_finished", report)
         assert recorder.rows is not None
         recorder.rows.rates = dict(report["learning_rates"])  # rates on an accelerator travel with the rows

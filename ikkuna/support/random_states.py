@@ -1,7 +1,6 @@
 """The states of the random generators of torch, numpy and Python."""
 
 import ctypes
-import math
 import pickle
 import random
 from collections.abc import Iterable, Mapping
@@ -175,23 +174,24 @@ class RandomNumbers:
     """
 
     def __init__(self) -> None:
-        self._before = self._opened = math.nan
+        self._before: object = None
+        self._opened: object = None
 
     def step_opened(self) -> None:
         """Read the state at the beginning of a step."""
-        self._before, self._opened = self._opened, _hash_of_torch()
+        self._before, self._opened = self._opened, _states_of_torch()
 
     def are_repeated(self) -> bool:
         """Return whether the open step began in the same state as the one before, and has drawn random numbers since."""
-        return self._before == self._opened != _hash_of_torch()
+        return self._before == self._opened != _states_of_torch()
 
 
-def _hash_of_torch() -> float:
-    """Return a hash of the states of torch; NaN, which equals no other, in a mode whose tensors may be fake."""
+def _states_of_torch() -> object:
+    """Return what is equal for equal states of torch; an object that equals no other where tensors may be fake."""
     if dispatch_modes():
-        return math.nan
-    states: list[object] = [torch.default_generator.get_state().numpy().tobytes()]
-    if torch.cuda.is_initialized():
-        device = torch.cuda.default_generators[torch.cuda.current_device()]
-        states += [device.initial_seed(), device.get_offset()]
-    return hash(tuple(states))
+        return object()
+    state = torch.default_generator.get_state().numpy().tobytes()
+    if not torch.cuda.is_initialized():
+        return state
+    device = torch.cuda.default_generators[torch.cuda.current_device()]
+    return state, device.initial_seed(), device.get_offset()

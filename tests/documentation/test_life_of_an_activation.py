@@ -30,14 +30,14 @@ def life(monkeypatch):
 
 def test_the_way_of_the_activation_is_short(calls):
     handled = list(chain(*way(calls).values()))
-    assert len(files(handled)) <= 21
-    assert len(handled) <= 68
-    assert len(way(calls)["delivery"]) <= 48
+    assert len(files(handled)) <= 20
+    assert len(handled) <= 66
+    assert len(way(calls)["delivery"]) <= 46
 
 
 def test_a_step_is_short(calls):
-    assert len(files(calls)) <= 47
-    assert len(calls) <= 221
+    assert len(files(calls)) <= 41
+    assert len(calls) <= 198
 
 
 def test_the_way_begins_in_a_hook_and_ends_in_a_file(calls):

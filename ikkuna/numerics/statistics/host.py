@@ -290,7 +290,8 @@ class HostStatistics:
         """Add the rows of `other`, and leave it as it is."""
         rows = other.values[:, 0].nonzero()[0]
         if len(rows):
-            self.address(int(rows[-1]))
+            if (last := int(rows[-1])) >= len(self.values):
+                self.address(last)
             values = other.values[rows]
             known = self.values[rows, 0] > 0
             if np.count_nonzero(known):
