@@ -65,6 +65,37 @@ def test_a_field_that_was_not_measured_is_an_error():
         _ = Records(rows_of(np.array([1.0])), needed_fields(["min"])).nonfinite
 
 
+def test_elements_that_are_not_finite_count_for_those_who_do_not_read_their_number():
+    """Subscribers of other fields share the table."""
+    table = rows_of(np.array([math.nan, math.inf, 1.0]))
+    assert Records(table, needed_fields(["min"])).count.tolist() == [1, 1, 1]
+    assert Records(table, needed_fields(["mean"])).count.tolist() == [0, 0, 1]
+    assert Records(table, needed_fields(["mean"]), is_finite=True).count.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("values", [[0.0, -0.0], [-0.0], [0.0]])
+def test_the_largest_magnitude_of_zeros_is_a_positive_zero(values):
+    statistics, fields = table_of([values], frozenset(COLUMN)), frozenset(COLUMN)
+    found = Records(statistics.values[:1], fields).linf_norm
+    assert (found[0], np.signbit(found[0])) == (0.0, False)
+
+
+@pytest.mark.parametrize("names", [(), ("codes",), ("sampled_codes",), ("codes", "sampled_codes")])
+def test_the_records_of_one_record_have_its_histograms(names):
+    record = Record.of(2.0)
+    for i, name in enumerate(names):
+        setattr(record, name, np.arange(i, i + 3))
+    records = Records.of_record(record)
+    assert records.fields == frozenset((*COLUMN, *names))
+    assert {name: counts[0].tolist() for name, counts in records.counts.items()} == {
+        name: [i, i + 1, i + 2] for i, name in enumerate(names)
+    }
+    assert records[0].mean == 2.0
+    for name in HISTOGRAMS - {*names}:
+        with pytest.raises(ConfigError, match=f"'{name}' was not measured"):
+            getattr(records, name)
+
+
 @pytest.mark.parametrize("name", ["mean", "m2", "m3", "m4"])
 def test_a_moment_that_exceeds_float64_is_infinite(name):
     """Sums of opposite infinite terms are NaN in a table, in which only elements that are NaN are counted as such."""

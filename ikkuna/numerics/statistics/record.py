@@ -404,14 +404,14 @@ class Records:
     @property
     def skewness(self) -> Values:
         r"""Fisher's :math:`g_1`; NaN for constant data."""
-        m2, m3 = self._column("m2", screened=True), self._column("m3", screened=True)
-        return np.where(m2 > 0, np.sqrt(self.count) * _quotient(m3, m2) / np.sqrt(np.where(m2 > 0, m2, 1.0)), np.nan)
+        m2 = self._column("m2", screened=True)
+        return np.sqrt(self.count) * _quotient(self._column("m3"), m2) / np.sqrt(m2)
 
     @property
     def kurtosis(self) -> Values:
         r"""Excess kurtosis :math:`g_2`; NaN for constant data."""
-        m2, m4 = self._column("m2", screened=True), self._column("m4", screened=True)
-        return self.count * _quotient(m4, m2) / np.where(m2 > 0, m2, 1.0) - 3.0
+        m2 = self._column("m2", screened=True)
+        return self.count * _quotient(self._column("m4"), m2) / m2 - 3.0
 
     @property
     def l0_norm(self) -> Values:
@@ -432,7 +432,7 @@ class Records:
     def linf_norm(self) -> Values:
         """Largest magnitudes; NaN for no element.  With `finite_only` those of the finite elements."""
         low, high = ("finite_min", "finite_max") if self.finite_only else ("min", "max")
-        return np.maximum(-self._column(low, screened=True), self._column(high, screened=True)) + 0.0
+        return np.maximum(-self._column(low, screened=True), self._column(high)) + 0.0
 
     @property
     def rms(self) -> Values:
@@ -447,7 +447,4 @@ class Records:
 
 def _quotient(a: Values, b: Values) -> Values:
     """Return ``a / b``; NaN where `b` is not positive."""
-    is_positive = b > 0
-    if is_positive.all():
-        return a / b
-    return np.where(is_positive, a / np.where(is_positive, b, 1.0), np.nan)
+    return np.divide(a, b, out=np.full(b.shape, np.nan), where=b > 0)
