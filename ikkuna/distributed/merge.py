@@ -115,7 +115,7 @@ class Alignment:
     def _table(layouts: Sequence[Layout], number: dict[Key, int], fields: Any, keys: list[int]) -> AlignedTable:
         columns, codes, reduction = fields
         position = {key: i for i, key in enumerate(keys)}
-        which = np.full(len(layouts), -1)
+        which = np.empty(len(layouts), np.int64)
         row = np.full((len(layouts), len(keys)), -1)
         part = np.full((len(layouts), len(keys)), OWN)
         known: dict[Any, tuple[int, Index, Index]] = {}  # most ranks differ in their parts, not in their rows

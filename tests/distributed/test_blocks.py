@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 
+from ikkuna.distributed import merge as merge_module
 from ikkuna.distributed.block import OWN, Gather, Layouts, RankBlock, RankRows, build
-from ikkuna.distributed.merge import Alignments, merge_blocks
+from ikkuna.distributed.merge import Alignment, Alignments, merge_blocks
 from ikkuna.numerics.statistics import Record, needed_fields
 from ikkuna.numerics.statistics.host import HostStatistics, measure
 from ikkuna.numerics.statistics.record import record_of
@@ -31,6 +34,7 @@ class Row:
     fields: frozenset = EVERYTHING
     own: tuple = ()
     kind: str = "activations"
+    reduction: str = ""
 
 
 @dataclass
@@ -56,7 +60,7 @@ def rows_of(rows):
         [one.fields for one in rows],
         values,
         {i: {name: counts.numpy() for name, counts in found.items()} for i, found in codes.items()},
-        {},
+        {i: one.reduction for i, one in enumerate(rows) if one.reduction},
         [(i, *own) for i, one in enumerate(rows) for own in one.own],
     )
 
@@ -218,6 +222,138 @@ def test_rows_of_each_rank_are_kept_on_request():
     first, second, third = merged(*ranks, per_rank=(key,))["fc"].ranks
     assert (first.mean, second, third.mean) == (1.0, None, 5.0)
     assert merged(*ranks)["fc"].ranks == ()
+
+
+# -- any ranks, against a merge of their elements
+
+FIELDS = {"a": EVERYTHING, "b": EVERYTHING, "w": EVERYTHING, "plain": needed_fields(("m4", "min", "max", "zeros"))}
+KINDS = {"w": "weights"}
+REDUCTIONS = {"plain": "sum"}
+ELEMENTS = st.sampled_from([[], [0.5], [1.0, 2.0], [1.0, 2.0], [-4.0, 0.0, 3.0]])
+RESULTS = st.none() | st.tuples(st.sampled_from([OWN, OWN, 0, 1]), st.sampled_from([[1.0, 10.0], [7.0, -2.0]]))
+RANK = st.fixed_dictionaries(
+    {}, optional={name: st.tuples(st.sampled_from([OWN, OWN, OWN, 0, 1]), ELEMENTS, RESULTS) for name in FIELDS}
+)
+RANKS = st.lists(st.tuples(st.integers(0, 2), RANK), min_size=1, max_size=4)
+HOW = {"a": "sum", "b": "max", "w": "last", "plain": "min"}
+MERGES = {"sum": np.sum, "max": np.max, "min": np.min, "last": lambda found, axis: found[-1]}
+
+
+def counting(found, groups, is_activation, data_differ):
+    """Return the ranks that count in a row: `found` has part and numbers of each rank that has it."""
+    parts = {}
+    for rank, (part, _) in found.items():
+        parts.setdefault(rank if part == OWN else ("part", part), rank)
+    ranks = set(parts.values())
+    for group in groups:
+        numbers = [found[rank][1] for rank in group if rank in ranks and found[rank][0] == OWN]
+        if len(numbers) == len(group) and all(each == numbers[0] for each in numbers):
+            ranks -= {*group[1:]}
+    numbers = [found[rank][1] for rank in sorted(ranks)]
+    is_own = all(found[rank][0] == OWN for rank in ranks)
+    if ranks and is_activation and data_differ and is_own and all(each == numbers[0] for each in numbers):
+        ranks = {min(ranks)}
+    return sorted(ranks)
+
+
+@settings(max_examples=60)
+@given(ranks=RANKS, at_once=st.sampled_from([1, 1 << 21]))
+def test_the_merge_of_any_ranks_is_that_of_the_elements_that_count(ranks, at_once):
+    groups = {}
+    for rank, (group, _) in enumerate(ranks):
+        groups.setdefault(group, []).append(rank)
+    first_of_group = {group: members[0] for group, members in groups.items()}
+    several = [members for members in groups.values() if len(members) > 1]
+    rows = [
+        [
+            row(
+                elements,
+                name,
+                part,
+                FIELDS[name],
+                () if own is None else [("mine", HOW[name], own[0], np.array(own[1]))],
+                KINDS.get(name, "activations"),
+                REDUCTIONS.get(name, ""),
+            )
+            for name, (part, elements, own) in found.items()
+        ]
+        for _, found in ranks
+    ]
+    known, layouts = Layouts(), [Layouts() for _ in ranks]
+    payloads = [
+        build(STAMP, rows_of(own), first_of_group[group], layout).pack(layout)
+        for (group, _), own, layout in zip(ranks, rows, layouts, strict=True)
+    ]
+    blocks = [RankBlock.unpack(rank, payload, known) for rank, payload in enumerate(payloads)]
+    keys = {(KINDS.get(name, "activations"), name, ""): name for name in ("b", "w")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merge_module, "_AT_ONCE", at_once)
+        found = merge_blocks(blocks, Alignments(), keys)
+    assert [name for _, name, _ in found.keys] == [*dict.fromkeys(name for _, each in ranks for name in each)]
+
+    def those(name, i):
+        """Return part and numbers of the ranks that have the statistics (1) or the own result (2) of a row."""
+        every = {rank: each[name] for rank, (_, each) in enumerate(ranks) if name in each}
+        if i == 1:
+            return {rank: (part, elements) for rank, (part, elements, _) in every.items() if elements}
+        return {rank: own for rank, (*_, own) in every.items() if own is not None}
+
+    def differs(name):
+        own = {rank: elements for rank, (part, elements) in those(name, 1).items() if part == OWN}
+        return len({tuple(elements) for elements in own.values()}) > 1
+
+    data_differ = any(differs(name) for name in FIELDS if name not in KINDS)
+    for i, (kind, name, _) in enumerate(found.keys):
+        is_activation = kind == "activations"
+        stored = those(name, 1)
+        elements = [x for rank in counting(stored, several, is_activation, data_differ) for x in stored[rank][1]]
+        merged_one = merged_row(found, i).record
+        assert merged_one.n == len(elements)
+        if elements:
+            expected = measure(torch.tensor(elements, dtype=torch.float64), EVERYTHING)
+            assert (merged_one.center, merged_one.m2) == (pytest.approx(expected.center), pytest.approx(expected.m2))
+            assert (merged_one.min, merged_one.zeros) == (expected.min, expected.zeros)
+            if "codes" in FIELDS[name]:
+                assert np.array_equal(merged_one.codes, expected.codes)
+        assert found.reductions.get(i, "") == (REDUCTIONS.get(name, "") if stored else "")
+        results = those(name, 2)
+        if results:
+            used = [results[rank][1] for rank in counting(results, several, is_activation, data_differ)]
+            assert found.own[i]["mine"].tolist() == MERGES[HOW[name]](np.array(used), axis=0).tolist()
+        else:
+            assert found.own.get(i, {}) == {}
+        if (kind, name, "") in keys and stored:
+            numbers = [None if each is None else each.n for each in merged_row(found, i).ranks]
+            assert numbers == [len(stored[rank][1]) if rank in stored else None for rank in range(len(ranks))]
+        else:
+            assert i not in found.ranks
+
+
+def test_results_are_kept_by_ranks_with_their_parts_on_request():
+    def own(part, *values):
+        return [("mine", "ranks", part, np.array(values))]
+
+    other = row([0.0], "other", own=own(OWN, 9.0, 9.0, 9.0))
+    ranks = [[other, row([0.0], own=own(3, 1.0, 10.0))], [row([0.0])], [row([0.0], own=own(OWN, 2.0, 20.0)), other]]
+    table = merged(*ranks)["fc"].own["mine"]
+    np.testing.assert_equal(table, [[3.0, 1.0, 10.0], [np.nan] * 3, [OWN, 2.0, 20.0]])
+
+
+def test_the_groups_of_an_alignment_are_those_of_several_ranks():
+    layouts = [build(STAMP, rows_of([row([1.0])]), group, Layouts()).layout for group in (0, 1, 0, 3, 1, 5)]
+    assert [ranks.tolist() for ranks in Alignment(layouts).groups] == [[0, 2], [1, 4]]
+
+
+def test_the_last_16_alignments_are_kept_those_that_were_used_last():
+    layouts = [build(STAMP, rows_of([row([1.0], f"layer{i}")]), 0, Layouts()).layout for i in range(18)]
+    known = Alignments()
+    first = [known.of([layout]) for layout in layouts[:16]]
+    assert [known.of([layout]) for layout in layouts[:16]] == first
+    assert known.of(layouts[:1]) is first[0]
+    known.of(layouts[16:17])
+    assert known.of(layouts[:1]) is first[0]
+    assert known.of(layouts[2:3]) is first[2]
+    assert known.of(layouts[1:2]) is not first[1]
 
 
 def test_a_layout_is_sent_once_and_forgotten_on_both_sides():

@@ -214,6 +214,8 @@ def test_more_sites_than_the_table_had_rows(case):
         ([(math.inf, 4), (5.0, 2)], math.nan),
         ([(math.nan, "sum"), (5.0, "sum")], math.nan),
         ([(math.nan, 4), (math.inf, 2)], math.nan),
+        ([(math.nan, 2), (math.inf, 2)], math.nan),
+        ([(math.nan, "sum"), (math.inf, "sum")], math.nan),
         ([(2.0, "total"), (5.0, "total"), (8.0, "total")], 15.0),
         ([(math.inf, "total"), (5.0, "total")], math.nan),
         ([(math.nan, "total"), (math.inf, "total")], math.nan),
@@ -300,6 +302,181 @@ def test_a_scalers_flag_skips_the_step(case):
     assert rows.skipped
 
 
+@pytest.mark.parametrize("flags", [(0.0,), (1.0,), (0.0, 1.0), (1.0, 0.0)])
+def test_the_flags_of_a_device_arrive_with_the_step(case, flags, monkeypatch):
+    class Flags(Copy):
+        def arrays(self):
+            return [np.asarray(flag) for flag in flags]
+
+    monkeypatch.setattr("ikkuna.observation.rows.rows.HostCopy", Flags)
+    for _ in flags:
+        case.recorder.rows.note_overflow(torch.empty((), device="meta"))
+    rows = case.recorder.close()
+    assert [rows.arrived(), rows.arrived()] == [False, True]
+    rows.load()
+    assert rows.skipped is any(flags)
+
+
+def test_parts_are_used_again_in_later_steps(case):
+    case.see([1.0], part=2)
+    used = {id(case.recorder.rows.part(number)) for number in (0, 2)}
+    case.close((2,))
+    case.open()
+    assert {id(case.recorder.rows.part(number)) for number in (1, 3)} == used
+
+
+def test_a_device_whose_measurements_cannot_be_merged_is_reported_and_begins_anew(monkeypatch):
+    from ikkuna.numerics.statistics.device.statistics import DeviceStatistics
+
+    def see(value, is_on_device):
+        with monkeypatch.context() as patched:
+            if is_on_device:
+                patched.setattr(torch.Tensor, "is_cpu", False)
+            case.see([value])
+
+    case = Case(on_error="log")
+    see(1.0, True)
+    see(3.0, False)
+    with monkeypatch.context() as patched:
+        patched.setattr(DeviceStatistics, "take", lambda statistics: 1 / 0)
+        assert case.close()["activations"].mean == 3.0
+    assert case.bus.error_guard.errors == 1
+    case.open()
+    see(5.0, True)
+    record = case.close()["activations"]
+    assert (record.n, record.mean) == (1, 5.0)
+    case.bus.close()
+
+
+def test_rows_that_are_computed_later_are_awaited(monkeypatch):
+    class Computed:
+        """The result of a thread, which is there at the second question."""
+
+        asked = 0
+
+        def arrived(self):
+            self.asked += 1
+            return self.asked > 1
+
+        def result(self):
+            return [torch.tensor([7.0])]
+
+    monkeypatch.setattr("ikkuna.observation.rows.rows.run_beside", lambda *arguments: Computed())
+    case = Case(Summing("activations", merge="last"))
+    rows = case.recorder.rows
+    registered = case.bus.registered[-1]
+    rows.part(0).measured = {0: {registered: DeferredRow(torch.tensor([3.0]), lambda stack: stack)}}
+    case.recorder.close()
+    assert [rows.arrived(), rows.arrived()] == [False, True]
+    rows.load()
+    assert rows.measured[0][registered].tolist() == [7.0]
+    assert rows.arrived()
+    case.bus.close()
+
+
+def test_nothing_is_repeated_in_a_step_without_measurements(case):
+    rows = case.recorder.rows
+    rows.drop_if_equal(LOSS, "whole", "")
+    case.recorder.close().complete()
+    assert rows.measured_rows() == []
+
+
+class Together(Subscriber):
+    """Measures a loss and an output together."""
+
+    def __init__(self) -> None:
+        super().__init__(["loss", "network_output"], join=True)
+        self.values: list[float] = []
+
+    def measure(self, message: object) -> Tensor:
+        return message["loss"].data + message["network_output"].data.sum()  # type: ignore[index]
+
+    def compute(self, message: object) -> None:
+        self.values.append(float(message.data))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("dropped", "values"), [([], [6.0]), (["loss"], []), (["weights"], [6.0]), (["loss", "weights"], [])]
+)
+def test_what_was_measured_together_is_dropped_with_its_first_kind(dropped, values):
+    case = Case(together := Together(), summing := Summing("biases"))
+    for part in (0, 2):
+        case.recorder.receive_together(
+            {"loss": torch.tensor(1.0), "network_output": torch.tensor([2.0, 3.0])}, part=part
+        )
+    case.see([5.0], site=Site("biases", "fc"))
+    rows = case.recorder.rows
+    rows.drop_part(2)
+    if dropped:
+        rows.drop(frozenset(dropped))
+    case.close()
+    assert (together.values, summing.values) == (values, [5.0])
+    assert rows.measured_rows() == [0]
+    assert rows.discard() == 1 + len(values)
+    assert rows.discard() == 0
+    case.bus.close()
+
+
+class Sometimes(Subscriber):
+    """Measures every second tensor, and reads a statistic of all of them if `fields` has one."""
+
+    def __init__(self, *fields: str) -> None:
+        self.fields = fields
+        super().__init__("weights")
+        self.found: list[object] = []
+
+    def measure(self, message: ModuleMessage) -> Tensor | None:
+        return message.data.sum() if message.path == "a" else None
+
+    def compute(self, message: ModuleMessage) -> None:
+        data = None if message.data is None else float(message.data)
+        self.found.append((message.path, data, message.record.mean if self.fields else None))
+
+
+def test_a_subscriber_that_did_not_measure_a_tensor_reads_its_statistics_alone():
+    case = Case(reading := Sometimes("m4"), measuring := Sometimes())
+    for path, value in (("a", 2.0), ("b", 4.0)):
+        case.recorder.receive(WEIGHTS, torch.tensor([value]), path)
+    case.close()
+    assert reading.found == [("a", 2.0, 2.0), ("b", None, 4.0)]
+    assert measuring.found == [("a", 2.0, None)]
+    case.bus.close()
+
+
+def test_a_row_has_the_fields_that_subscribers_of_its_kind_read(case, summing):
+    case.see([1.0])
+    case.see([1.0], site=WEIGHTS)
+    rows = case.recorder.rows
+    case.recorder.index.row(Site("biases", "fc"), "")
+    fields = [rows.fields(row) for row in range(3)]
+    assert fields[:2] == [registered.fields for registered in case.bus.registered[:2]]
+    assert fields[2] == frozenset()
+    case.close()
+
+
+def test_the_rows_of_ranks_are_read_with_those_of_all_and_tables_are_not_written(case):
+    records = []
+
+    class RanksSubscriber(Collecting):
+        def compute_batch(self, batch):
+            records.append(batch.statistics)
+
+    case.bus.register_subscriber(RanksSubscriber("weights", {}))
+    case.open()
+    case.see([1.0], site=WEIGHTS)
+    rows = case.recorder.close()
+    row = rows.index.row(WEIGHTS, "")
+    merged = Ranks()
+    merged.merge_into = lambda rows: rows.ranks.update({row: (rows.values[row].copy(), None)})
+    rows.rank_merge = merged
+    case.deliver(rows)
+    (found,) = records
+    first, second = found[0].ranks
+    assert (first.mean, second) == (1.0, None)
+    with pytest.raises(ValueError, match="read-only"):
+        found.table[0, 0] = 1.0
+
+
 AFTER, BEFORE = torch.tensor([3.0, 5.0]), torch.tensor([1.0, 1.0])
 WAYS = {
     "a tensor": (lambda r: r.receive(WEIGHTS, AFTER, ""), 4.0),
@@ -368,7 +545,9 @@ def test_a_tensor_without_numbers_is_left_out_and_said_once(case, way, caplog):
     assert case.close() == {}
 
 
-@pytest.mark.parametrize("value", CLOSE := [0.0, 1.0, 1.000009, 1.00002, -1.0, 1e300, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize(
+    "value", CLOSE := [0.0, 1.0, 1.000009, 1.00002, -1.0, 1e5, 1e5 + 1, 1e300, math.inf, -math.inf, math.nan]
+)
 @pytest.mark.parametrize("known", CLOSE)
 def test_two_learning_rates_are_the_same_as_in_numpy(value, known):
     assert _are_close(value, known) == bool(np.isclose(value, known, rtol=1e-5, atol=0.0, equal_nan=True))
@@ -429,6 +608,7 @@ def test_rates_on_a_device_arrive_with_the_step(case, monkeypatch):
     assert [rows.arrived(), rows.arrived()] == [False, True]
     rows.load()
     assert rows.rates == {"number": 0.5, "host": 0.25, "device": 0.125}
+    assert {type(rate) for rate in rows.rates.values()} == {float}
     assert rows.arrived()
     assert case.bus.error_guard.errors == 0
 
@@ -548,7 +728,7 @@ def test_a_subscriber_reads_statistics_beside_what_it_measures():
     case.bus.close()
 
 
-@pytest.mark.parametrize(("value", "is_finite"), [(1.0, True), (math.nan, False), (math.inf, False)])
+@pytest.mark.parametrize(("value", "is_finite"), [(1.0, True), (0.0, True), (math.nan, False), (math.inf, False)])
 def test_a_step_is_plain_if_all_its_elements_are_finite_and_nothing_else_is_read(value, is_finite):
     case = Case(summing := Summing("activations"))
     case.see([value, 2.0])
