@@ -15,8 +15,18 @@ from hypothesis import strategies as st
 import ikkuna
 from ikkuna.diagnosis import Finding, RecorderOptions
 from ikkuna.export.messages import Stamp
-from ikkuna.flight_recorder.recorder import AT_END, NOT_FINITE, OF_RULE, Burst, CoolDown, NonFiniteTrigger
+from ikkuna.flight_recorder.recorder import (
+    AT_END,
+    NOT_FINITE,
+    OF_RULE,
+    Burst,
+    BurstSubscriber,
+    CoolDown,
+    NonFiniteTrigger,
+)
+from ikkuna.metrics.messages.kinds import FORWARD_KINDS
 from ikkuna.metrics.subscriber.base import StepLosses
+from ikkuna.numerics.statistics import FIELDS, HISTOGRAMS
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, row_of
 from ikkuna.store.finding import SEVERITIES
 from tests.diagnosis.test_flight_recorder import FromStepRule, Loop
@@ -136,6 +146,31 @@ def test_histograms_are_kept_as_long_as_there_is_room(max_bytes, kept):
     if max_bytes <= SIZE:
         kept = [0]
     assert histograms.tolist() == [[step, 0, place, count] for step in kept for place, count in ((3, 5), (7, 6))]
+
+
+@pytest.mark.parametrize("sees_loss", [False, True])
+@pytest.mark.parametrize("in_modules", [False, True])
+def test_a_burst_measures_all_kinds_of_parameters_and_those_inside_modules_if_that_is_possible(in_modules, sees_loss):
+    parameters = {f"{of}{what}" for of in ("weight", "bias") for what in ("_gradients", "_updates")} | {
+        *("weights", "biases")
+    }
+    subscriber = BurstSubscriber(in_modules, sees_loss)
+    expected = parameters | {*(FORWARD_KINDS if in_modules else ()), *(["loss"] if sees_loss else [])}
+    assert set(subscriber.subscription.kinds) == expected
+    assert set(subscriber.fields) == set(FIELDS) - HISTOGRAMS
+    chosen = BurstSubscriber(in_modules, histograms_of=["a", "b"])
+    assert (chosen.fields, [chosen.subscription.matches(name) for name in ("a", "b", "c")]) == (
+        ("codes",),
+        [True, True, False],
+    )
+
+
+def test_a_burst_follows_a_finding(tmp_path):
+    loop = Loop(tmp_path, burst=1, every=1).run(2)
+    recorder_of(loop).found(Finding("mine", "error", "It is wrong."))
+    loop.run(2)
+    [dump] = loop.close()
+    assert dump.arrays("burst.npz")["steps"].tolist() == [3]
 
 
 def test_a_burst_without_steps_passes_on_nothing_and_steps_of_others_do_not_count():
