@@ -416,7 +416,7 @@ class OverfitRule(Rule):
             seen[name] = curve.count
             known = [value for value in curve.values if value == value]
             figure = curve.last / min(known) if known and min(known) > 0 else 0.0
-            is_late = len(known) - known.index(min(known)) > self.passes if known else False
+            is_late = bool(known) and len(known) - known.index(min(known)) > self.passes
             yield Score(figure / self.factor if is_late and curve.last > 2 * training.median(20) else 0.0, figure)
 
 
