@@ -447,4 +447,5 @@ class Records:
 
 def _quotient(a: Values, b: Values) -> Values:
     """Return ``a / b``; NaN where `b` is not positive."""
-    return np.divide(a, b, out=np.full(b.shape, np.nan), where=b > 0)
+    quotient: Values = np.divide(a, b, out=np.full(b.shape, np.nan), where=b > 0)
+    return quotient
