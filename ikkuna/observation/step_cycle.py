@@ -329,7 +329,7 @@ class StepCycle:
             context.model.find_stages()
         context.replicas = exchange.replicas
         context.recorder.open(stamp, self._plans.of(stamp))
-        if context.recorder.plan.parameters:
+        if context.recorder.plan.reports_parameters:
             self._random_numbers.step_opened()
 
     def _prepare_following(self, stamp: Stamp) -> None:
@@ -405,7 +405,7 @@ class StepCycle:
             "undivided_losses": self._hooks.losses.undivided,
             "averaged_ranks": self._context.replicas,
         }
-        if self._context.recorder.plan.parameters:
+        if self._context.recorder.plan.reports_parameters:
             facts["gradients_at_step"] = optimizers.gradients
             facts["random_numbers_repeated"] = self._random_numbers.are_repeated()
         return {

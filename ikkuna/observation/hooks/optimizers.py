@@ -1,7 +1,8 @@
 """Observes parameters around the steps of optimizers, which all exporters of the process share."""
 
 from collections.abc import Iterable
-from itertools import count
+from itertools import count, repeat
+from operator import attrgetter, is_not
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -127,6 +128,7 @@ def _step_ends(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
         hooks.ends(optimizer, args, kwargs)
 
 
+_GRADIENT = attrgetter("parameter.grad")
 _SCALED_KINDS = frozenset(("layer_gradients", *MICRO_KINDS, *UNCLIPPED_KINDS))
 _LOGGED_RESCALED = 3  # a training that begins, or is resumed, with a scaler changes it once
 
@@ -156,7 +158,7 @@ class OptimizerHooks:
     settings : dict
         What `settings_of` returns for each group with a rate, in a step that records parameters.
     gradients : int
-        Number of parameters that had a gradient when their optimizer used them, in a step that records parameters.
+        Number of parameters that had a gradient when their optimizer used them, in a step whose event says so.
     table : ParameterTable
         Records the tensors of parameters.
     untrained : UntrainedParameters
@@ -290,7 +292,8 @@ class OptimizerHooks:
             self.settings |= zip(list(self.rates)[known:], map(settings_of, optimizer.param_groups), strict=True)
 
     def _count_gradients(self, observed: Iterable[NamedParameter]) -> None:
-        self.gradients += sum([named.parameter.grad is not None for named in observed])
+        if self.context.recorder.plan.reports_parameters:  # a loop in Python takes longer
+            self.gradients += sum(map(is_not, map(_GRADIENT, observed), repeat(None)))
 
     def _drop_scaled(self) -> None:
         """Forget gradients from which another factor than that of the loss was removed."""

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,6 +26,7 @@ _WEIGHTS = "weights", "biases"
 _UPDATES = "weight_updates", "bias_updates"
 _GRADIENTS = "weight_gradients", "bias_gradients"
 _UNCLIPPED = "weight_gradients_unclipped", "bias_gradients_unclipped"
+_GRADIENT = attrgetter("grad")
 _ALIGNED = 64
 _CACHED = 16
 _KEPT_STEPS = 100
@@ -138,6 +140,7 @@ class ParameterList:
         padded = np.array([-(-size // _ALIGNED) * _ALIGNED for size in sizes], np.int64)
         self._is_copied, self._ends = is_copied, np.cumsum(padded)
         self._offsets = self._ends - padded
+        self._begin, self._places = 0, self._offsets  # where the copies were in the last step, and the address of each
         self._buffer: tuple[CopyMemory, NDArray[np.uint8]] | None = None
 
     def measure(self, host: _Host | None, tensors: Sequence[Tensor | None]) -> list[int]:
@@ -160,7 +163,9 @@ class ParameterList:
                 return
             self._buffer = memory, buffer
             begin = -(-buffer.ctypes.data // _ALIGNED) * _ALIGNED
-            self._memory.copy_to(np.where(self._is_copied, begin + self._offsets, 0))
+            if begin != self._begin:
+                self._begin, self._places = begin, np.where(self._is_copied, begin + self._offsets, 0)
+            self._memory.copy_to(self._places)
 
     @property
     def uncopied(self) -> list[NamedParameter]:
@@ -186,7 +191,7 @@ class ParameterList:
         """Drop the copies, and give their memory back."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
-            self._memory.copy_to(np.zeros(len(self.named), np.int64))
+            self._memory.copy_to(0)
             self._memory.done[:] = 0
             buffer[0].give_back(buffer[1])
 
@@ -386,7 +391,7 @@ class ParameterTable:
     ) -> None:
         """Record the gradients that parameters have now as two kinds, divided by `scale`."""
         listed = self._list(kinds, parameters)
-        gradients = [named.parameter.grad for named in listed.named]
+        gradients = [*map(_GRADIENT, listed.parameters)]
         if scale is not None:
             gradients = [g if g is None else divided(g, scale.to(g.device, non_blocking=True)) for g in gradients]
         left = listed.measure(self.context.recorder.host_lists(part), gradients)

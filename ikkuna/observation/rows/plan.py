@@ -152,6 +152,8 @@ class Plan:
         The subscribers that sample the step, without their order.
     takes_data : bool
         Whether any tensor is measured, rather than events and results alone.
+    reports_parameters : bool
+        Whether parameters are measured, and a subscriber takes ``batch_finished``, which has facts about them.
     counts_forwards : bool
         Whether it matters which forwards belong to the step: something is measured, or a subscriber wants to know whether it is skipped.
     of_loss : frozenset of str
@@ -186,6 +188,7 @@ class Plan:
         self.forward_sites = tuple(map(self._modules_of, FORWARD_KINDS))
         self.states = tuple(sorted(kind for kind in kinds - results if kind.startswith(STATE_PREFIXES)))
         self.parameters = bool(kinds & set(PARAMETER_KINDS) or self.states)
+        self.reports_parameters = self.parameters and "batch_finished" in kinds
         is_data = (is_built_in(kind) and kind not in (*EVENT_KINDS, LOGGED) for kind in kinds)
         self.takes_data = bool(self.together) or any(is_data)
         self.counts_forwards = self.takes_data or not kinds.isdisjoint(EVENT_KINDS)

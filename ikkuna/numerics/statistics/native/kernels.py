@@ -139,7 +139,7 @@ class ListMemory:
         """Whether each tensor was copied."""
         return (self.done & _COPIED) > 0
 
-    def copy_to(self, addresses: _Rows) -> None:
+    def copy_to(self, addresses: _Rows | int) -> None:
         """Set where the tensors are copied to; 0 for those that are not copied."""
         assert self.copies is not None
         self.copies[:, 0] = addresses
