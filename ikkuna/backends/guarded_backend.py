@@ -83,7 +83,9 @@ class GuardedBackend:
         elif step > self._step:  # an exception has kept the step before from being committed
             self.commit(self._step)
             self._step = step
-        groups, arrays, count = list[SeriesGroup](), list[Any](), 0
+        groups: list[SeriesGroup] = []
+        arrays: list[Any] = []
+        count = 0
         for method, arguments, sender in added:
             if method != "add_group":
                 self._add(method, arguments, 1, sender)

@@ -297,10 +297,14 @@ def overview(values: NDArray[np.float64]) -> NDArray[np.float64]:
     >>> overview(np.array([[4.0, 1.0, 2.0, 3.0], [1.0, float("nan"), 2.0, 3.0]])).tolist()
     [[1.0, 2.5, 4.0], [nan, nan, nan]]
     """
-    ordered = np.sort(values)  # NaN comes last
-    low, high, last = ordered[:, (values.shape[1] - 1) // 2], ordered[:, values.shape[1] // 2], ordered[:, -1]
-    found = np.stack([ordered[:, 0], np.where(low == high, low, low / 2 + high / 2), last], 1)
-    found[np.isnan(last)] = np.nan
+    ordered, half = np.sort(values), values.shape[1] // 2  # NaN comes last
+    found: NDArray[np.float64] = ordered[:, (0, half, -1)]
+    if values.shape[1] % 2 == 0:
+        low, high = ordered[:, half - 1], ordered[:, half]
+        found[:, 1] = np.where(low == high, low, low / 2 + high / 2)
+    is_nan = found[:, 2] != found[:, 2]
+    if np.count_nonzero(is_nan):
+        found[is_nan] = np.nan
     return found
 
 

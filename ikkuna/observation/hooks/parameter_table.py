@@ -76,6 +76,28 @@ class CopyMemory:
         self.buffers.clear()
 
 
+class _RowAddresses:
+    """The rows of a list of tensors.
+
+    Parameters
+    ----------
+    rows : array of int64
+        Their numbers.
+    """
+
+    def __init__(self, rows: NDArray[np.int64]) -> None:
+        self._rows = rows
+        self._table: object = None  # the last one, which is kept, so that no other table gets its memory
+        self._addresses = rows
+
+    def addresses(self, statistics: HostStatistics) -> NDArray[np.int64]:
+        """Return the addresses of the rows in the table of `statistics`, which a step mostly shares with the one before."""
+        if statistics.values is not self._table:
+            self._addresses = statistics.addresses(self._rows)
+            self._table = statistics.values
+        return self._addresses
+
+
 class ParameterList:
     """Some parameters of which a plan wants one tensor each, or the update.
 
@@ -149,7 +171,7 @@ class ParameterList:
             return [i for i, key in enumerate(self.keys) if key is not None and tensors[i] is not None]
         kernels, statistics = host
         assert kernels.reader is not None
-        addresses = statistics.addresses(self._rows)
+        addresses = self._rows.addresses(statistics)
         left: list[int] = kernels.reader.add_all(list(tensors), self._flags, addresses, self._memory).tolist()
         return left
 
@@ -182,7 +204,7 @@ class ParameterList:
             return 0
         kernels, statistics = host
         assert kernels.reader is not None
-        addresses = statistics.addresses(self._update_rows)
+        addresses = self._update_rows.addresses(statistics)
         left = kernels.reader.add_differences(self.parameters, self._update_flags, addresses, self._memory)
         self.drop()
         return len(left)
@@ -203,10 +225,10 @@ def _is_native(x: nn.Parameter) -> bool:
 
 def _of_keys(
     index: RowIndex, keys: Sequence[Key | None], flags: Iterable[int]
-) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+) -> tuple[_RowAddresses, NDArray[np.int32]]:
     """Return the rows of some tensors, and what the kernels measure of each."""
     rows = [0 if key is None else index.row(*key) for key in keys]
-    return np.array(rows, np.int64), np.array([*flags], np.int32)
+    return _RowAddresses(np.array(rows, np.int64)), np.array([*flags], np.int32)
 
 
 def _flags_of_tensor(task: Task | None) -> int:
