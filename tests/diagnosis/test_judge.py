@@ -617,12 +617,12 @@ def keeping(rules):
     ]
 
 
-def judge_all(judge, steps, way):
+def judge_all(judge, steps, way, way_of_others="add"):
     """Add the losses of steps in some way, after the other values; return what is announced at each of them."""
     announced = []
     for step, (loss, others) in enumerate(steps):
         for kind, name, value in others:
-            judge.add(kind, name, step, value)
+            getattr(judge, way_of_others)(kind, name, step, value)
         getattr(judge, way)("loss", None, step, loss)
         announced.append([(f.rule, f.module, f.step, f.severity) for f in judge.finish_step(step)])
     return announced
@@ -653,8 +653,40 @@ def test_a_judge_that_goes_back_to_the_beginning_is_as_a_new_one(before, after, 
     judge.rewind(0)
     for rule in judge.rules:
         rule.seen.clear()
-    assert judge_all(judge, after, way) == judge_all(fresh, after, way)
+    assert judge_all(judge, after, way, way) == judge_all(fresh, after, way, way)
     assert state_of(judge) == state_of(fresh)
+
+
+@pytest.mark.parametrize("way", ["add", "defer"])
+def test_a_judge_that_goes_back_forgets_values_that_were_deferred(way):
+    judge = Judge([PacedRule()])
+    for step in range(36):
+        getattr(judge, way)("loss", None, step, 1.0)
+        judge.finish_step(step)
+    judge.rewind(30)
+    getattr(judge, way)("loss", None, 40, 2.0)
+    judge.finish_step(40)
+    assert list(judge.history.curve("loss").steps) == [40]
+
+
+def test_a_judge_that_goes_back_forgets_which_severities_are_undecided():
+    """Before, the loss had too few values; afterwards the score bounds the severity."""
+
+    class BoundedRule(AboveRule):
+        severity_while_falling = "info"
+        at_most = "error"
+
+        def scores(self, history):
+            yield Score(2.0, 2.0, "a", at_most=self.at_most)
+
+    judge = Judge([rule := BoundedRule(patience=1, severity="error")], NETWORK)
+    for rule.at_most, steps in (("error", 3), ("info", 20)):
+        judge.rewind(0)
+        for step in range(steps):
+            judge.add("loss", None, step, 2.0)
+            judge.add("figure", "a", step, 2.0)
+            judge.finish_step(step)
+        assert [finding.severity for finding in judge.findings] == ["info"]
 
 
 def test_there_are_events_if_and_only_if_something_has_changed():

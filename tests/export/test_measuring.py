@@ -12,6 +12,9 @@ from torch.nn.utils.rnn import pack_sequence
 
 from ikkuna.export.subscriber import Subscriber
 from ikkuna.metrics.messages.message import MessageBundle
+from ikkuna.numerics.statistics import needed_fields
+from ikkuna.numerics.statistics.float_code import WORTH_SAMPLING
+from ikkuna.numerics.statistics.host import measure
 from ikkuna.numerics.statistics.table import COLUMN
 from ikkuna.observation.rows import recorder as recorder_module
 from ikkuna.observation.rows.plan import Demand, Site
@@ -57,9 +60,15 @@ def means(case, parts=()):
 
 
 @pytest.fixture(params=[True, False], ids=["native", "torch"])
-def case(request):
+def native(request):
+    return request.param
+
+
+@pytest.fixture(params=[Collecting.fields, ("m4", "min", "zeros")], ids=["histograms", "moments"])
+def case(request, native, monkeypatch):
+    monkeypatch.setattr(Collecting, "fields", request.param)
     case = Case()
-    case.recorder = Recorder(case.bus.error_guard, request.param)
+    case.recorder = Recorder(case.bus.error_guard, native)
     case.open()
     yield case
     case.bus.close()
@@ -189,7 +198,8 @@ def test_a_subclass_that_cannot_be_read_is_left_out_and_a_plain_tensor_is_an_err
     case.bus.close()
 
 
-def test_an_interrupt_of_the_user_passes_the_measurement(monkeypatch):
+@pytest.mark.parametrize("sort", [Tensor, Wrapped])
+def test_an_interrupt_of_the_user_passes_the_measurement(monkeypatch, sort):
     case, error = Case(on_error="log"), RuntimeError("it was interrupted")
     error.__cause__ = KeyboardInterrupt()
 
@@ -197,8 +207,9 @@ def test_an_interrupt_of_the_user_passes_the_measurement(monkeypatch):
         raise error
 
     monkeypatch.setattr("ikkuna.observation.rows.part.Part.statistics", lambda *a: SimpleNamespace(add=fail))
+    monkeypatch.setattr("ikkuna.observation.rows.recorder._numbers", lambda tensor: tensor)
     with pytest.raises(KeyboardInterrupt):
-        case.recorder.receive(WEIGHTS, X, "", weight=1)
+        case.recorder.receive(WEIGHTS, X.as_subclass(sort), "", weight=1)
     case.bus.close()
 
 
@@ -363,7 +374,7 @@ def sharded(monkeypatch):
 
     monkeypatch.setattr("ikkuna.observation.rows.recorder.local_shard", local_shard)
     monkeypatch.setattr("ikkuna.observation.rows.recorder.full_tensor", lambda x: x.as_subclass(Tensor).clone())
-    monkeypatch.setattr("ikkuna.observation.rows.recorder.has_numbers", lambda x: True)
+    monkeypatch.setattr("ikkuna.observation.rows.recorder.has_numbers", lambda x: isinstance(x, Tensor))
     return positions
 
 
@@ -393,6 +404,7 @@ def test_a_shard_is_measured_and_gathered_only_for_those_who_need_it_and_may(
         return
     local, full = ("", [[3.0, -5.0]], *PLAIN), ("", [[3.0, -5.0, 1.0]], *PLAIN)
     is_shard = position == "shard"
+    assert not case.recorder.unreadable
     assert any_part.calls == [local] * 2
     assert gathering.calls == ([full] * 2 * may_communicate if is_shard else [local] * 2)
     assert not_gathering.calls == ([] if is_shard else [local] * 2)
@@ -404,6 +416,22 @@ def test_a_shard_is_measured_and_gathered_only_for_those_who_need_it_and_may(
     assert caplog.text.count("needs full tensors, but weights of fc") == is_shard * (2 - may_communicate)
     assert [*rows.shards.values()] == ([] if position == "collective" else sharded * 2)
     assert rows.values[0, COLUMN["n"]] == 2
+    case.bus.close()
+
+
+def test_a_shard_whose_numbers_cannot_be_read_is_left_out(sharded, monkeypatch):
+    unreadable = SimpleNamespace(add=lambda *arguments: False)
+    monkeypatch.setattr("ikkuna.observation.rows.part.Part.statistics", lambda part, tensor: unreadable)
+    case = Case(seeing := Seeing("weights"))
+    case.recorder.receive(WEIGHTS, distributed(), "a")
+    assert (case.recorder.unreadable, seeing.calls) == ({(WEIGHTS, "a")}, [])
+    case.bus.close()
+
+
+def test_shards_are_not_gathered_by_default(sharded):
+    case = Case(gathering := whole(True))
+    case.recorder.receive(WEIGHTS, distributed(), "a")
+    assert gathering.calls == []
     case.bus.close()
 
 
@@ -524,8 +552,6 @@ def test_samples_of_histograms_are_drawn_from_a_source_of_their_own():
     class Sampling(Collecting):
         fields = ("sampled_codes",)
 
-    from ikkuna.numerics.statistics.float_code import WORTH_SAMPLING
-
     x, found = torch.randn(2 * WORTH_SAMPLING, generator=torch.Generator().manual_seed(1)), []
     for _ in range(2):
         case = Case(Sampling("activations", records := {}))
@@ -536,4 +562,7 @@ def test_samples_of_histograms_are_drawn_from_a_source_of_their_own():
         case.close()
         found.append(records["activations"].sampled_codes)
         case.bus.close()
-    assert (found[0] == found[1]).all()
+    source = torch.Generator().manual_seed(0)
+    expected = measure(x, needed_fields(("sampled_codes",)), source).sampled_codes
+    assert (found[0] == expected).all()
+    assert (found[1] == expected).all()
