@@ -181,7 +181,7 @@ class Judge:
         self._deferred: list[tuple[str, str | None, int, float]] = []
         self._deferred_kinds: set[str] = set()
         self._deferred_rules: set[Rule] = set()  # that such a kind makes judge
-        self._due_at = -1
+        self._due_at = 0  # the step at which values that were deferred are added
         self.disabled: dict[str, str] = {}
         self.measured: frozenset[str] = frozenset()
         self._alarms = {rule.name: Alarm(rule) for rule in self.rules}
@@ -285,7 +285,7 @@ class Judge:
     def _score_loss(self, kind: str, name: str | None, step: int, value: float) -> None:
         """Compute the spike score of a value if it is a loss; a spike is judged at once."""
         if name is None and kind in ("loss", LOSS_BETWEEN) and self._history.score_loss(step, value) > LIMIT:
-            self._due_at = -1
+            self._due_at = step
             self._urgent.add("loss")
 
     def _flush(self) -> None:
@@ -308,7 +308,7 @@ class Judge:
         self._history.clear()
         self._latest.clear()
         self._undecided.clear()
-        self._due_at = -1
+        self._due_at = step
         for alarm in self._alarms.values():
             alarm.clear()
 
@@ -380,15 +380,15 @@ class Judge:
             latest[rule] = step
         return due
 
-    def _judge(self, rule: Rule, step: int) -> list[Raised]:
+    def _judge(self, rule: Rule, step: int) -> list[Raised] | None:
         if rule.name in self.disabled or not self._seen.issuperset(rule.needs):
-            return []
+            return None
         try:
             scores = tuple(rule.scores(self._history))
             found = self._alarms[rule.name].update(step, scores)
         except Exception as error:
             self._report(rule, error)
-            return []
+            return None
         if scores and self._alarms[rule.name].judged == rule.patience:
             self._has_standing_changed = True
         if self._failures.counts:

@@ -16,6 +16,11 @@ EQUIVALENT = {
                 "both leave NaN out, and a score of -inf is that of a healthy step",
             ),
             (
+                "bounds.step > last -> bounds.step >= last",
+                "if |bounds.step > last:",
+                "no sample follows the last one, so that nothing is added",
+            ),
+            (
                 "True -> False",
                 "losses = dict(zip(curve.steps, curve.values, strict=|True))",
                 "a series has as many steps as values",
@@ -37,6 +42,23 @@ EQUIVALENT = {
             ),
         ),
         "ikkuna/observation/rows/rows.py": (
+            *(
+                ("True -> False", line, "there is an array for each place")
+                for line in (
+                    "for (holder, key, _), array in zip(group, arrays, strict=|True):",
+                    "for (holder, key), row in zip(places, rows, strict=|True):",
+                )
+            ),
+            (
+                "raise_users_exception(error) -> pass",
+                "|raise_users_exception(error)",
+                "the report of the error, which follows, raises it as well",
+            ),
+            (
+                "max(row, other) < len(self.values) -> max(row, other) <= len(self.values)",
+                "is_known = |max(row, other) < len(self.values) and self.values[other, _N]",
+                "the table has all rows, or none, and one of two rows is not row 0",
+            ),
             (
                 "False -> True",
                 "self._is_finite = |False",
@@ -55,6 +77,61 @@ EQUIVALENT = {
                 "|return statistics.try_add(row, tensor, task.fields, self._source(task.fields))",
                 "the other way measures the same, with more checks",
             ),
+            *(
+                (f"{change} -> {other}", f"|{change}", "the other way measures the same, with more checks")
+                for change, other in (
+                    ("if tensor.is_cpu:", "if not tensor.is_cpu:"),
+                    (
+                        "return kernels.try_add(tensor, task.fields, rows.part(part).host.address(self.index.row(site, path)))",
+                        "return None",
+                    ),
+                    (
+                        "return not tensor.is_meta and self._receive_on_device(rows.part(part), site, tensor, path, task)",
+                        "return None",
+                    ),
+                )
+            ),
+        ),
+        "ikkuna/distributed/merge.py": (
+            *(
+                ("1 -> 2", line, "only the sign of the number is read")
+                for line in (
+                    "missing, mask = np.full(len(layouts), -|1), np.zeros(len(layouts), bool)",
+                    "return -|1, np.empty(0, np.int64), np.empty(0, np.int64)",
+                )
+            ),
+            *(
+                (change, line, "pieces of other sizes have the same rows")
+                for change, line in (
+                    ("1 -> 2", "_AT_ONCE = |1 << 21  # bounds each temporary array to 16 MiB"),
+                    ("21 -> 42", "_AT_ONCE = 1 << |21  # bounds each temporary array to 16 MiB"),
+                    ("1 -> 2", "step = max(|1, _AT_ONCE // (len(blocks) * width))"),
+                    (
+                        "_AT_ONCE // (len(blocks) * width) -> _AT_ONCE * (len(blocks) * width)",
+                        "step = max(1, |_AT_ONCE // (len(blocks) * width))",
+                    ),
+                )
+            ),
+            *(
+                ("True -> False", line, "there is one for each rank, and one for each key")
+                for line in (
+                    "tables = (b.values[i][found] if i >= 0 else missing for b, i, found in zip(blocks, table.table, row, strict=|True))",
+                    "for key, total in zip(keys.tolist(), np.where(counts[..., None], dense, 0).sum(0), strict=|True):",
+                    "rows = [b.own[i : i + size] if i >= 0 else missing for b, i in zip(blocks, aligned.begin, strict=|True)]",
+                )
+            ),
+        ),
+        "ikkuna/numerics/statistics/record.py": tuple(
+            (
+                change,
+                "total := |values[6] + values[7] + values[8] + values[9]",
+                "NaN remains NaN, and only NaN is replaced",
+            )
+            for change in (
+                "values[6] + values[7] + values[8] + values[9] -> values[6] + values[7] + values[8] - values[9]",
+                "values[6] + values[7] + values[8] -> values[6] + values[7] - values[8]",
+                "values[6] + values[7] -> values[6] - values[7]",
+            )
         ),
         "subscribers/ikkuna_subscribers/rules/gradients.py": (
             (
@@ -115,6 +192,11 @@ EQUIVALENT = {
         ),
         "ikkuna/flight_recorder/recorder.py": (
             (
+                "1 -> 2",
+                "if not self._any_was_bad and not np.count_nonzero(values[:, _NANS : _INFS + |1]):",
+                "the next column lets more tables take the long way, whose result is the same",
+            ),
+            (
                 "False -> True",
                 "self._any_was_bad = |False",
                 "the first table takes the long way, whose result is the same",
@@ -126,6 +208,38 @@ EQUIVALENT = {
             ),
         ),
         "ikkuna/diagnosis/judge.py": (
+            ("0 -> 1", "self.since = |0", "it is set with the first bad score, before it is read"),
+            (
+                "1000 -> 2000",
+                "_MOST_DEFERRED = |1000",
+                "it bounds memory alone: no finding depends on when values are added",
+            ),
+            (
+                "len(self._deferred) >= _MOST_DEFERRED -> len(self._deferred) > _MOST_DEFERRED",
+                "if self._deferred and (self._undecided or step >= self._due_at or |len(self._deferred) >= _MOST_DEFERRED):",
+                "it bounds memory alone: no finding depends on when values are added",
+            ),
+            *(
+                (change, line, "values are added at once instead of later, which changes time and no finding")
+                for change, line in (
+                    ("step < last -> step <= last", "if |step < last or value - value != 0:"),
+                    (
+                        "kind not in self._deferred_kinds -> kind in self._deferred_kinds",
+                        "if |kind not in self._deferred_kinds:",
+                    ),
+                    (
+                        "self._latest.get(rule, -rule.stride) + rule.stride -> "
+                        "self._latest.get(rule, -rule.stride) - rule.stride",
+                        "next_ones = [|self._latest.get(rule, -rule.stride) + rule.stride for rule in self._deferred_rules]",
+                    ),
+                    ("step + 1 -> step - 1", "self._due_at = min(next_ones, default=|step + 1)"),
+                )
+            ),
+            (
+                "self._deferred_kinds.add(kind) -> pass",
+                "|self._deferred_kinds.add(kind)",
+                "the rules of the kind are in the set already",
+            ),
             (
                 "value - value -> value + value",
                 "if step < last or |value - value != 0:",
