@@ -4,10 +4,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from threading import RLock, get_ident
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.optim import Optimizer
 
 from ikkuna.backends.run import Run
@@ -26,8 +26,8 @@ from ikkuna.observation.steps.forwards import Forward
 from ikkuna.observation.steps.step_tracker import StepTracker
 from ikkuna.support.torch_internals import graph_task, sequence_number
 
-_NOTHING, _CALLED, _RETURNED, _COMPUTING, _STEPPING = range(5)
-"""The events of the open step so far; a step of which nothing is wanted has no `_COMPUTING`."""
+_OFF, _NOTHING, _CALLED, _RETURNED, _COMPUTING, _STEPPING = range(-1, 5)
+"""The events of the open step so far; a step of which nothing is wanted has no `_COMPUTING`.  `_OFF` while steps are not counted here."""
 
 _NO_ARGUMENTS: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
 _MOST_REFUSALS = 64
@@ -58,13 +58,8 @@ class _TrackerLater:
         return getattr(self._tracker, name)
 
 
-class _LossCall(NamedTuple):
-    """One call of the loss module: module, labels, result (weakly), and whether its first argument is the output of the root."""
-
-    module: nn.Module
-    labels: Tensor
-    output: "weakref.ref[Tensor]"
-    is_own: bool
+_LossCall = tuple[nn.Module, Tensor, "weakref.ref[Tensor]", bool]
+"""One call of the loss module: module, labels, result, and whether its first argument is the output of the root."""
 
 
 class IdleSteps:
@@ -119,14 +114,14 @@ class IdleSteps:
             LossHooks.backward_starts: self._backward_starts,
         }
         self._lock = RLock()  # another thread may use the tracker to log a value
-        self._seen, self._left, self._thread = _NOTHING, 0.0, 0
+        self._seen, self._left, self._thread = _OFF, 0.0, 0
+        self._computing = _RETURNED  # what an optimizer's step follows
         self._refusals = self._waits = 0
         self._plan, self._plans = NOTHING, cast(_Plans, None)
         self._run: Run | None = None
         self._root: weakref.ref[nn.Module] | None = None
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._number, self._size, self._owned = 0, 0, frozenset[int]()
-        self._owners: object = None
         self._lap: tuple[float, float] | None = None
         # losses
         self._takes_losses, self._threshold = False, 0.0
@@ -154,6 +149,7 @@ class IdleSteps:
             context = self._context
             self._plan, self._plans, self._left, self._run = plan, plans, left, self._bus.run
             self._thread, self._seen, self._lap = get_ident(), _NOTHING, None
+            self._computing = _COMPUTING if self._takes_losses else _RETURNED
             if self._takes_losses:
                 self._begin_losses()
             context.tracker = cast(StepTracker, _TrackerLater(self, self._tracker))
@@ -182,8 +178,8 @@ class IdleSteps:
             return False
         if (number := self._tracker.only_optimizer) is None or not self._trains_all():
             return False
-        self._owners, roots, optimizers = parameters.known_owners(), context.model.callable, parameters.optimizers()
-        if len(roots) != 1 or len(optimizers) != 1 or self._owners.unowned:
+        roots, optimizers = context.model.callable, parameters.optimizers()
+        if len(roots) != 1 or len(optimizers) != 1 or parameters.known_owners().unowned:
             return False
         self._root, self._optimizer = weakref.ref(roots[0]), weakref.ref(optimizers[0])
         self._number, self._owned = number, parameters.owned_ids(optimizers[0])
@@ -193,7 +189,10 @@ class IdleSteps:
     def _finds_loss(self) -> bool:
         """Whether the loss of the next step is known on the host, as far as this is known."""
         context, losses = self._context, self._hooks.losses
-        is_usual = not (context.loss_scale.is_used or self._is_shared())
+        module = context.model.loss
+        is_usual = not (
+            context.loss_scale.is_used or self._is_shared() or (module is not None and needs_outputs(module))
+        )
         return is_usual and SEES_BACKWARD and losses.has_loss and self._is_on_host()
 
     def _is_on_host(self) -> bool:
@@ -224,7 +223,7 @@ class IdleSteps:
 
     def _report(self) -> None:
         context, tracker, observer = self._context, self._tracker, self._context.observer
-        seen, self._seen = self._seen, _NOTHING
+        seen, self._seen = self._seen, _OFF
         lap, self._lap = self._lap, None
         if lap is not None:
             self._report_counted(*lap)
@@ -271,31 +270,33 @@ class IdleSteps:
         context, losses, call = self._context, self._hooks.losses, self._call
         losses.expect_backward(forward, self._thread, range(self._nodes, self._behind))
         if seen == _RETURNED:
-            if call is not None and (output := call.output()) is not None:
-                losses.repeat_call(call.module, call.labels, output, forward)
+            if call is not None and (output := call[2]()) is not None:
+                losses.repeat_call(*call[:2], output, forward)
             return
         context.apply(self._tracker.backward_reached(forward))
         value = torch.tensor(self._loss, dtype=torch.float64, device="cpu")
         if call is None:
             losses.repeat_backward(value, forward)
         else:
-            losses.repeat_call(call.module, call.labels, value, forward)
+            losses.repeat_call(*call[:2], value, forward)
 
-    # -- hooks: each returns whether the tracker needs no event; with few calls, because caches are cold ----------
+    # -- hooks: each returns whether the tracker needs no event; with few calls and attributes, because caches are cold ---
+    # What an event checks, the events after it need not: who suspends recording uses the tracker, a subscriber's code runs between
+    # steps, and a call of the root inside another one, in a backward or on another thread is an event that ends this.
 
     def _root_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         began, context = perf_counter(), self._context
         with self._lock:
+            if self._seen == _CALLED:
+                self.end()
             if (
-                context.tracker is self._tracker
-                or self._seen != _NOTHING
+                self._seen != _NOTHING
                 or self._root is None
                 or self._root() is not module
                 or not module.training
-                or not torch.is_grad_enabled()
+                or not is_grad_enabled()
                 or get_ident() != self._thread
                 or graph_task() != -1
-                or context._is_paused
                 or context.is_interrupted
                 or self._thread_state.subscriber_is_running
             ):
@@ -307,52 +308,38 @@ class IdleSteps:
             return True
 
     def _root_ends(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
-        began, context = perf_counter(), self._context
+        began = perf_counter()
         with self._lock:
-            if (
-                context.tracker is self._tracker
-                or self._seen != _CALLED
-                or self._root is None
-                or self._root() is not module
-                or get_ident() != self._thread
-                or graph_task() != -1
-                or context._is_paused
-                or context.is_interrupted
-                or self._thread_state.subscriber_is_running
-            ):
+            if self._seen != _CALLED:
                 return False
             self._seen, self._behind = _RETURNED, sequence_number()
-            if self._takes_losses and type(output) is Tensor:
+            if type(output) is Tensor:
                 self._output = weakref.ref(output)
-            context.stopwatch.spent += perf_counter() - began
+            self._context.stopwatch.spent += perf_counter() - began
             return True
 
     def _loss_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
-        began, context = perf_counter(), self._context
+        began = perf_counter()
         with self._lock:
             if (
-                context.tracker is self._tracker
-                or self._seen != _RETURNED
+                self._seen != _RETURNED
                 or get_ident() != self._thread
                 or graph_task() != -1
-                or context._is_paused
-                or context.is_interrupted
-                or self._thread_state.subscriber_is_running
                 or (self._takes_losses and not self._takes_call(module, args, kwargs, output))
             ):
                 self.end()
                 return False
-            context.stopwatch.spent += perf_counter() - began
+            self._context.stopwatch.spent += perf_counter() - began
             return True
 
     def _takes_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
         """Keep what is needed of the first call of the loss module; return whether that is enough to record it later."""
         if self._call is not None or kwargs or len(args) != 2 or not is_one_number(output):
             return False
-        if not isinstance(args[1], Tensor) or needs_outputs(module):
+        if not isinstance(args[1], Tensor):
             return False
         is_own = self._output is not None and self._output() is args[0]
-        self._call = _LossCall(module, args[1], weakref.ref(output), is_own)
+        self._call = module, args[1], weakref.ref(output), is_own
         if self._context.observer is not None:
             self._loss_arguments = args
         return True
@@ -360,16 +347,15 @@ class IdleSteps:
     def _backward_starts(self, roots: Sequence[Any], gradients: Sequence[Any], accumulates: bool) -> bool:
         began, context = perf_counter(), self._context
         with self._lock:
-            if context.tracker is self._tracker:
+            if self._seen == _OFF:
                 return False
             if self._seen == _NOTHING:  # it belongs to no step
                 return True
-            is_own: bool | None = None
-            if self._seen >= _RETURNED and get_ident() == self._thread:
-                call = self._call
-                is_own = call is not None and call.is_own and len(roots) == 1 and call.output() is roots[0]
-                if not is_own:
-                    is_own = is_computed_in(roots, range(self._nodes, self._behind))
+            call, is_own, is_here = self._call, None, self._seen >= _RETURNED and get_ident() == self._thread
+            is_of_call = call is not None and len(roots) == 1 and call[2]() is roots[0]
+            if is_here:
+                is_own = is_of_call and call is not None and call[3]
+                is_own = is_own or is_computed_in(roots, range(self._nodes, self._behind))
             if is_own is False:
                 return True  # another model's
             if (
@@ -379,10 +365,7 @@ class IdleSteps:
                 or len(roots) != 1
                 or not is_one_number(root := roots[0])
                 or gradients[0].item() != 1
-                or context._is_paused
-                or context.is_interrupted
-                or self._thread_state.subscriber_is_running
-                or (context.model.loss is not None and (self._call is None or self._call.output() is not root))
+                or not (is_of_call or context.model.loss is None)
             ):
                 self.end()
                 return False
@@ -399,18 +382,13 @@ class IdleSteps:
         began, context = perf_counter(), self._context
         with self._lock:
             if (
-                context.tracker is self._tracker
-                or self._seen != (_COMPUTING if self._takes_losses else _RETURNED)
-                or graph_task() != -1
+                self._seen != self._computing
                 or self._optimizer is None
                 or self._optimizer() is not optimizer
                 or len(args) > 1
                 or kwargs
+                or graph_task() != -1
                 or get_ident() != self._thread
-                or context._is_paused
-                or context.is_interrupted
-                or self._thread_state.subscriber_is_running
-                or context.parameters.known_owners() is not self._owners
             ):
                 return False
             size, is_plain, rates = 0, True, []
@@ -440,16 +418,13 @@ class IdleSteps:
     def _optimizer_ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         began, context, run = perf_counter(), self._context, self._run
         with self._lock:
-            if context.tracker is self._tracker:
+            if self._seen == _OFF:
                 return False
             if self._optimizer is None or self._optimizer() is not optimizer:
                 return not context.parameters.owned_ids(optimizer)  # another model's step changes nothing
             if (
                 self._seen != _STEPPING
                 or get_ident() != self._thread
-                or context._is_paused
-                or context.is_interrupted
-                or self._thread_state.subscriber_is_running
                 or len(self._bus.queue)
                 or (run is not None and run.control.request is not None)
             ):
@@ -461,15 +436,16 @@ class IdleSteps:
             self._hooks.optimizers.table.step_ended()
             context.computation.step_ended()
             now = perf_counter()
+            spent = context.stopwatch.spent = context.stopwatch.spent + now - began
+            self._lap = now, spent
+            losses = self._losses.losses
             if self._takes_losses:  # they are committed when they are delivered
                 self._call, self._output, self._arguments = None, None, _NO_ARGUMENTS
-                self._losses.losses.append(self._loss)
+                losses.append(self._loss)
                 self._losses.ends.append(now)
             elif run is not None:
                 run.commit(step)
-            context.stopwatch.spent += now - began
-            self._lap = now, context.stopwatch.spent
-            if self._left <= 0 or len(self._losses.losses) >= _MOST_LOSSES:
+            if self._left <= 0 or len(losses) >= _MOST_LOSSES:
                 self.end()
                 self._prepare_next()
             return True

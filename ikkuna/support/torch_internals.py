@@ -144,6 +144,22 @@ def skip_in_compiler(function: Callable[..., Any]) -> None:
         _FRAMES.skip_code(function.__code__)
 
 
+def call_from_compiled(function: Callable[..., Any]) -> None:
+    """Let compiled code call a function as it is, together with everything that it calls.
+
+    ``torch.compiler.disable`` does the same with a wrapper, whose calls take longer than the hooks that are called here.
+
+    Examples
+    --------
+    >>> def one(): ...
+    >>> call_from_compiled(one)
+    >>> torch.compile(lambda x: (one(), x + 1)[1], backend="eager")(torch.ones(1))
+    tensor([2.])
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    skip_in_compiler(function)
+
+
 def insert_as_constant(function: Callable[..., Any]) -> None:
     """Let the compiler call a function while it traces, and insert the result as a constant.
 

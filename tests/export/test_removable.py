@@ -96,10 +96,10 @@ def test_memory_for_copies_is_kept_and_freed_after_100_unsampled_steps_on_reques
         assert exporter.health().kept_bytes == 0
         run(1)
         memory = exporter._session.hooks.optimizers.table.memory
-        [first] = memory._free
+        [first] = memory.buffers
         assert size <= exporter.health().kept_bytes <= size + 256
         run(2)
-        assert list(memory._free) == [first]
+        assert list(memory.buffers) == [first]
         exporter.release_memory()
         assert exporter.health().kept_bytes == 0
         run(2)

@@ -598,6 +598,7 @@ class HookContext:
     @is_paused.setter
     def is_paused(self, is_paused: bool) -> None:
         self.native.close()
+        self.tracker.state  # noqa: B018  # steps that are only counted end
         self._is_paused = is_paused
 
     @property
@@ -637,6 +638,7 @@ class HookContext:
         The state of the step is unknown after an exception that is raised, so the step is abandoned.
         """
         before, self.is_interrupted = self.is_interrupted, True
+        self.idle_handlers = {}
         if not isinstance(error, Exception):
             raise error
         self.error_guard.report_internal(where, error)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from ikkuna.support.torch_internals import function_transforms, graph_task, skip_in_compiler, tracing_state
 
@@ -72,7 +73,7 @@ class Hook:
 
     def __call__(self, *args: Any) -> None:
         """Call the function, if the owner exists and nothing is being traced."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             self.leave_in_graph(*args)
             return
         if function_transforms() is not None or tracing_state() is not None or (owner := self.owner()) is None:

@@ -6,7 +6,6 @@ from operator import attrgetter, is_not
 from threading import RLock
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -21,6 +20,7 @@ from ikkuna.observation.model.parameters import UntrainedParameters
 from ikkuna.observation.steps.step_tracker import State
 from ikkuna.support.failures import log
 from ikkuna.support.modules import NamedParameter
+from ikkuna.support.torch_internals import call_from_compiled
 
 
 def add_rates(optimizer: Optimizer, rates: dict[str, Any]) -> None:
@@ -113,9 +113,7 @@ def _register_once() -> None:
     if not _handles or any(handle.id not in (handle.hooks_dict_ref() or ()) for handle in _handles):
         for handle in _handles:
             handle.remove()
-        # a compiled step() must not trace into the hooks
-        begins, ends = torch.compiler.disable(_step_begins), torch.compiler.disable(_step_ends)
-        _handles = register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ends)
+        _handles = register_optimizer_step_pre_hook(_step_begins), register_optimizer_step_post_hook(_step_ends)
 
 
 def _step_begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -126,6 +124,10 @@ def _step_begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 def _step_ends(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for hooks in _called:
         hooks.ends(optimizer, args, kwargs)
+
+
+for _function in (_step_begins, _step_ends):
+    call_from_compiled(_function)
 
 
 _GRADIENT = attrgetter("parameter.grad")
