@@ -183,6 +183,16 @@ EQUIVALENT = {
             ),
         ),
         "ikkuna/numerics/statistics/host.py": (
+            (
+                "flat.numel() > size -> flat.numel() >= size",
+                "chunks = flat.split(size) if |flat.numel() > size else (flat,)",
+                "a tensor of one chunk is split into itself",
+            ),
+            (
+                "x.dtype == np.float32 -> x.dtype != np.float32",
+                "if found is None and |x.dtype == np.float32:",
+                "the other way computes the same in float64, with more checks",
+            ),
             ("1 -> 2", "_LONG, _PIECE = |1 << 20, 1 << 10", "pieces of another size have the same sum up to rounding"),
             (
                 "not fields <= _COUNTED -> fields <= _COUNTED",

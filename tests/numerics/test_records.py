@@ -1,16 +1,19 @@
 """Statistics of several tensors as arrays equal the records of the single tensors."""
 
 import math
+import weakref
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.statistics import FIELDS, HISTOGRAMS, Record, needed_fields
-from ikkuna.numerics.statistics.host import HostStatistics
+from ikkuna.numerics.statistics.host import HostStatistics, measure
 from ikkuna.numerics.statistics.record import Records, merge, record_of
-from ikkuna.numerics.statistics.table import COLUMN, row_of, rows_of
+from ikkuna.numerics.statistics.table import COLUMN, EMPTY, row_of, rows_of
 
 PROPERTIES = (
     *("n", "count", "nonfinite", "mean", "skewness", "kurtosis", "rms", "sparsity", "l0_norm", "l1_norm", "l2_norm"),
@@ -217,3 +220,113 @@ def test_a_merge_needs_elements_and_keeps_the_common_fields():
     found = merge(*records)
     for name in PROPERTIES:
         np.testing.assert_allclose(getattr(found, name), getattr(whole, name), err_msg=name)
+
+
+# -- the table of the host
+
+EVERY = needed_fields(set(FIELDS) - HISTOGRAMS)
+
+
+@pytest.mark.parametrize("empty", [lambda table: table.take(1), lambda table: table.clear()])
+def test_addresses_are_those_of_the_rows_and_a_table_that_was_outgrown_lives_until_the_rows_are_taken(empty):
+    table = HostStatistics()
+    outgrown, first = weakref.ref(table.values), len(table.values)
+    rows = np.array([0, 3, first + 2])
+    addresses = table.addresses(rows)
+    assert len(table.values) == 2 * first
+    assert addresses.tolist() == [table.address(row) for row in rows.tolist()]
+    assert table.location.tolist() == [table.values.ctypes.data] == [table.address(0)]
+    assert table.addresses(rows[:2]).tolist() == [table.values[row].ctypes.data for row in (0, 3)]
+    assert table.address(2 * first - 1) == table.values[-1].ctypes.data
+    assert len(table.values) == 2 * first
+    table.reserve(2 * first)
+    assert len(table.values) == 2 * first
+    table.reserve(2 * first + 1)
+    assert len(table.values) == 4 * first
+    assert outgrown() is not None
+    empty(table)
+    assert outgrown() is None
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("name", sorted({*FIELDS} - HISTOGRAMS))
+def test_each_field_alone_has_the_value_of_its_definition(name, native):
+    for values in ([], [2.0], [1.0, -3.0, 0.0, 4.5], [math.nan, 1.0], [math.inf, -2.0], [-math.inf, math.nan, 1.0]):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            x = torch.tensor(values, dtype=dtype)
+            record = measure(x, needed_fields([name]), native=native)
+            own, finite = x.double().numpy(), x[x.isfinite()].double().numpy()
+            d = finite - (finite.mean() if len(finite) else 0.0)
+            expected = {
+                "n": len(own),
+                "nans": np.isnan(own).sum(),
+                "infs": np.isinf(own).sum(),
+                "zeros": (own == 0).sum(),
+                "l1": np.abs(finite).sum(),
+                "sumsq": (finite**2).sum(),
+                "mean": finite.mean() if len(finite) else math.nan,
+                **{f"m{power}": (d**power).sum() for power in (2, 3, 4)},
+                "min": own.min() if len(own) else math.nan,
+                "max": own.max() if len(own) else math.nan,
+                "finite_min": finite.min() if len(finite) else math.nan,
+                "finite_max": finite.max() if len(finite) else math.nan,
+            }[name]
+            found = getattr(record, {"mean": "center"}.get(name, name))
+            assert found == pytest.approx(expected, nan_ok=True, rel=1e-6, abs=1e-6), (values, dtype)
+
+
+ROW = st.integers(0, 70)
+CEVERYS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("add"),
+            ROW,
+            st.lists(st.sampled_from([-2.0, 0.0, 1.0, 3.0]), max_size=5),
+            st.sampled_from([1, 1, 2]),
+        ),
+        st.tuples(st.just("merge"), ROW, st.lists(st.sampled_from([-1.0, 5.0]), max_size=3)),
+        st.tuples(st.just("clear"), st.none() | st.lists(ROW, max_size=3)),
+        st.tuples(st.just("take"), st.integers(0, 90)),
+    ),
+    max_size=12,
+)
+
+
+def check_rows(rows, values, codes):
+    """Compare rows of a table with the elements, and those that histograms have counted."""
+    for row, (elements, counted) in rows.items():
+        record = record_of(values[row], EVERY) if row < len(values) else record_of(EMPTY, EVERY)
+        assert (record.n, record.sumsq, record.zeros) == (
+            len(elements),
+            sum(x * x for x in elements),
+            elements.count(0.0),
+        )
+        assert (record.min, record.m2) == pytest.approx(
+            (min(elements), np.var(elements) * len(elements)) if elements else (math.nan, 0.0), nan_ok=True
+        )
+        assert sum(int(each.sum()) for each in codes.get(row, {}).values()) == counted
+
+
+@given(calls=CEVERYS, native=st.booleans())
+@settings(max_examples=60)
+def test_a_table_has_the_elements_that_were_added_and_not_taken(calls, native):
+    table, fields, rows = HostStatistics(native), EVERY | {"codes"}, {row: ([], 0) for row in range(91)}
+    for name, *arguments in calls:
+        if name == "add":
+            row, elements, weight = arguments
+            table.add(row, torch.tensor(elements, dtype=torch.float64), fields, weight)
+            rows[row] = rows[row][0] + elements * weight, rows[row][1] + len(elements)
+        elif name == "merge":
+            (row, elements), other = arguments, HostStatistics(native)
+            other.add(row, torch.tensor(elements, dtype=torch.float64), fields)
+            table.merge(other)
+            rows[row] = rows[row][0] + elements, rows[row][1] + len(elements)
+        elif name == "clear":
+            table.clear(arguments[0])
+            rows |= {row: ([], 0) for row in (rows if arguments[0] is None else arguments[0])}
+        else:
+            values, codes = table.take(arguments[0])
+            assert len(values) == arguments[0]
+            check_rows({row: rows[row] for row in range(arguments[0])}, values, codes)
+            rows = {row: ([], 0) for row in rows}
+        check_rows(rows, table.values, table.codes)
