@@ -182,6 +182,13 @@ EQUIVALENT = {
                 "names that are known are inserted again, in the same order",
             ),
         ),
+        "ikkuna/diagnosis/findings.py": tuple(
+            ("24 -> 48", line, "the height of a terminal is not read")
+            for line in (
+                "width = max(shutil.get_terminal_size((120, |24)).columns, 40)",
+                "width = max(shutil.get_terminal_size((120, |24)).columns - indent, 40)",
+            )
+        ),
         "ikkuna/numerics/statistics/host.py": (
             (
                 "flat.numel() > size -> flat.numel() >= size",
