@@ -104,11 +104,18 @@ class SampleCount:
 
     def __init__(self) -> None:
         self._found: tuple[float, float] | None = None
+        self._size = -1  # of the last call, since most batches are equally large
+        self._row: Tensor | None = None
 
     def measure(self, message: NetworkMessage) -> Tensor | None:
         """Return the row of one call: the number of samples, and 1."""
         x: Tensor = message.data
-        return torch.tensor([x.shape[0], 1], dtype=torch.float64, device="cpu") if x.ndim else None
+        if not x.ndim:
+            return None
+        if x.shape[0] != self._size:
+            self._size = x.shape[0]
+            self._row = torch.tensor([self._size, 1], dtype=torch.float64, device="cpu")
+        return self._row
 
     def add(self, message: NetworkMessage) -> None:
         """Store the merged row of the first tensor of a step; rows of further tensors are ignored."""

@@ -225,7 +225,7 @@ class Registered:
                 self._common.clear()
             self._common[names] = _Common(names)
         common = self._common[names]
-        if any(rest is not None for rest in common.rest):
+        if common.has_rest:
             self.waiting[batch.stamp] = {
                 kind: [part.select(*rest)]
                 for (kind, part), rest in zip(parts.items(), common.rest, strict=True)
@@ -267,6 +267,8 @@ class _Common:
         Where each batch has these; ``None`` if it has nothing else, in the same order.
     rest : list of (array, BatchNames) or None
         Positions and names of what others lack; ``None`` for nothing.
+    has_rest : bool
+        Whether there is any.
     """
 
     def __init__(self, batches: tuple[BatchNames, ...]) -> None:
@@ -279,6 +281,7 @@ class _Common:
             left = np.array([i for key, i in each.positions.items() if key not in common], np.intp)
             self.positions.append(None if at == list(range(len(each))) else np.array(at, np.intp))
             self.rest.append((left, each.select(left)) if len(left) else None)
+        self.has_rest = any(rest is not None for rest in self.rest)
         first = self.positions[0]
         self.names = batches[0] if first is None else batches[0].select(first)
 

@@ -244,8 +244,9 @@ class HostStatistics:
             ``False`` for a tensor without numbers (meta, fake, nested), which is not added.
         """
         kernels = self.kernels
-        if kernels is not None and weight == 1 and not fields <= _COUNTED and kernels.accepts(x):
-            kernels.add(x, fields, self.address(row))
+        is_counted = weight != 1 or fields <= _COUNTED
+        if kernels is not None and not is_counted and kernels.try_add(x, fields, self.address(row)):
+            pass
         elif not has_numbers(x):
             return False
         elif type(x) is Tensor and x.numel() == 1 and x.is_floating_point():  # a loss, which is a mean of many
