@@ -208,7 +208,8 @@ DEAD_UNITS = Mistake(
     "error",
     "info",
     meaning="{figure:.0%} of the units of this layer are inactive for every sample.",
-    advice="lower the learning rate, check the bias and the initialisation of the layer before it, or use a leaky rectifier",
+    advice="lower the learning rate, check the bias and the initialisation of the layer before it and products with zero, or use a leaky "
+    "rectifier",
     explains=_names(
         "signal_lost ignores_input no_learning lr_too_low signal_scale vanishing_gradient zero_gradient class_collapse rank_collapse "
         "plateau never_moves update_ratio"
@@ -220,7 +221,7 @@ SIGNAL_LOST = Mistake(
     "info",
     meaning="Before the first update the outputs are the same for every sample; the share of their energy that differs is {figure:.2g}.",
     advice="use larger initial weights, residual connections or a normalisation; look for a layer whose outputs are constant, as with a "
-    "very negative bias",
+    "very negative bias or a product with zero",
     explains=_names(
         "ignores_input vanishing_gradient no_learning lr_too_low lr_too_high saturated class_collapse rank_collapse plateau "
         "gradient_spike update_ratio"
@@ -301,14 +302,17 @@ ONE_LABEL = Mistake(
     "warning",
     "warning",
     meaning="Every label is {figure:g}: there is nothing to distinguish.",
-    advice="check how the labels are loaded",
+    advice="check how the labels are made, loaded and converted, as floating-point numbers to integers, and whether the data have "
+    "examples of other labels",
     explains=_names("lost_updates logit_growth repeated_batch ignores_input no_learning class_collapse not_shuffled"),
 )
 CONSTANT_RESULT = Mistake(
     "constant_result",
     meaning="An operation has the same result for every input, so that it passes no gradient.",
-    advice="check the axis and the shape of its input",
-    explains=_names("zero_gradient signal_lost ignores_input no_learning plateau never_moves vanishing_gradient"),
+    advice="check the axis and the shape of its input; a single score needs a sigmoid in place of a softmax",
+    explains=_names(
+        "zero_gradient signal_lost ignores_input no_learning plateau never_moves vanishing_gradient labels_out_of_reach all_gradients_zero"
+    ),
 )
 MASK_AS_INDEX = Mistake(
     "mask_as_index",
@@ -369,7 +373,7 @@ TIME_LEAK = Mistake(
     "time_leak",
     "error",
     meaning="The output at a position depends on later positions, which it should predict.",
-    advice="use a causal mask, or shift the inputs",
+    advice="use a causal mask and check which way round it is, shift the inputs, and look for a view or reshape that mixes positions",
 )
 RANDOM_OUTPUT = Mistake(
     "random_output",
@@ -385,7 +389,8 @@ NO_GRADIENT = Mistake(
     "error",
     "warning",
     meaning="The weight is trainable, but no gradient ever reaches it.",
-    advice="search for detach(), .data, torch.no_grad(), an argmax or a conversion to numpy behind this module",
+    advice="check that the loss uses the output of this module; search behind it for detach(), .data, torch.no_grad(), argmax, "
+    "comparisons, new tensors, numpy, a backward that returns no gradient, or a reentrant checkpoint whose inputs need none",
     explains=_names(
         "wrong_gradient signal_lost no_learning lr_too_low ignores_input never_moves plateau vanishing_gradient"
     ),
@@ -393,13 +398,15 @@ NO_GRADIENT = Mistake(
 WRONG_GRADIENT = Mistake(
     "wrong_gradient",
     meaning="The loss depends on these parameters by a path that has no gradient.",
-    advice="search for detach(), .data, torch.no_grad() or .item() behind this module, unless the gradient is stopped on purpose",
+    advice="search behind this module for detach(), .data, torch.no_grad(), .item(), or a sample or rounding that passes no gradient, "
+    "unless the gradient is stopped on purpose",
     explains=_names("vanishing_gradient no_learning plateau"),
 )
 REVERSED_GRADIENT = Mistake(
     "reversed_gradient",
     meaning="The gradient of the parameters before this module is the negative of the derivative of the loss: a step raises the loss.",
-    advice="check the sign in backward() of a torch.autograd.Function, unless the gradient of this loss is reversed on purpose",
+    advice="check the sign in backward() of a torch.autograd.Function; put a reversal that is meant for another loss in front of that "
+    "one alone",
     explains=_names("diverges no_learning plateau lr_too_high loss_spike"),
 )
 EXPLODING_GRADIENT = Mistake(
@@ -465,7 +472,8 @@ LOSS_AT_INIT = Mistake(
     "warning",
     "info",
     meaning="Before the first update the cross-entropy is {figure:.1f} times that of a guess.",
-    advice="scale down the initial weights of the last layer, and check the normalisation of the inputs",
+    advice="scale down the initial weights of the last layer, and of others that are far above one over the root of their number of "
+    "inputs; check the normalisation of the inputs",
     explains=_names(
         "logit_growth ignores_input lr_too_high exploding_gradient no_learning diverges dead_units loss_spike saturated"
     ),
@@ -496,7 +504,8 @@ LABELS_OF_OTHER_SAMPLES = Mistake(
     "labels_of_other_samples",
     "error",
     meaning="The loss compares {figure:.0%} of the outputs of a sample with labels of other samples.",
-    advice="look for a reshape in place of a transpose, and for the order of time and samples in outputs and labels",
+    advice="look for a reshape in place of a transpose, for the order of time and samples in outputs and labels, and for sorted or "
+    "shuffled rows that are not put back",
     explains=_names("batch_leak batch_position no_learning plateau"),
 )
 LABEL_IN_INPUTS = Mistake(
@@ -507,7 +516,7 @@ LABEL_IN_INPUTS = Mistake(
 DUPLICATE_ROWS = Mistake(
     "duplicate_rows",
     meaning="{figure:.0%} of the samples have the inputs of another sample of the batch.",
-    advice="check the sampler, the seeds of the workers, and the index in the data set",
+    advice="check the sampler, the seeds of the workers, the index in the data set, and joins that have found no row",
 )
 SOFTMAX_TWICE = Mistake(
     "softmax_twice",
@@ -582,7 +591,7 @@ LOSS_CONTRACT = Mistake(
     advice="compare the arguments with the documentation of the loss",
     explains=_names(
         "unbounded_loss wrong_optimum loss_floor labels_without_gradient labels_out_of_reach all_gradients_zero no_learning plateau "
-        "diverges class_collapse"
+        "diverges class_collapse target_scale"
     ),
 )
 

@@ -203,6 +203,7 @@ def figures(results, planned):
 def of_fault(name, entries):
     """Return the counts of one fault."""
     others = Counter(f.rule for e in entries for f in e.findings if f.rule not in FAULTS[name][1])
+    by = Counter(f.rule for e in entries for f in e.findings if f.rule in FAULTS[name][1])
     return {
         "runs": len(entries),
         "found": sum(e.is_found for e in entries),
@@ -210,6 +211,7 @@ def of_fault(name, entries):
         "near": [e.is_near for e in entries].count(True),
         "with_module": sum(e.is_near is not None for e in entries),
         "step": middle([e.announced for e in entries if e.announced is not None]),
+        "by": dict(sorted(by.items())),
         "others": dict(sorted(others.items())),
         "missed": [f"{e.family} {e.seed}" for e in entries if not e.is_found],
     }

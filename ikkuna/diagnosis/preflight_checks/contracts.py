@@ -252,6 +252,8 @@ def _between(
         better = advice
         if low == 0 and high == 1 and bool(((x == -1) | (x == 1)).all()):
             better = "convert labels of -1 and 1 with (labels + 1) / 2"
+        elif low == 0 and high == 1 and bool((x >= 0).all()):
+            better = f"divide the labels by their largest possible value, such as {float(x.max()):.6g}"
         return Given(f"it goes {ends}, and {_percent(outside)} of its elements are outside", better, at_most)
 
     return judge
@@ -286,7 +288,7 @@ def _logarithms(axis_of: Callable[[Tensor], int] | None) -> Callable[[LossCall, 
         if bool(above.any()):
             are_probabilities = bool((x >= 0).all()) and _is_distribution(x, slack)
             what = "it gets probabilities" if are_probabilities else f"{_percent(above)} of its elements are above 0"
-            advice = "use log_softmax in place of softmax" if are_probabilities else ""
+            advice = "use log_softmax in place of softmax" if are_probabilities else "apply log_softmax to the outputs"
             if are_probabilities and "target" in call.produced_by and "input" not in call.produced_by:
                 what, advice = (
                     f"{what} without a gradient",

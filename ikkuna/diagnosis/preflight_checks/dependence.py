@@ -62,9 +62,19 @@ def batch_leak(trial: Trial) -> Iterator[Finding]:
     if leak:
         recurrent = [name for module, name in trial.names.items() if getattr(module, "batch_first", True) is False]
         detail = f"The first axis of {recurrent[0]} is that of time: batch_first is False." if recurrent else ""
-        yield BATCH_LEAK.found(leak, _mixing_module(trial) or next(iter(recurrent), None), detail=detail)
+        module = _mixing_module(trial) or next(iter(recurrent), None)
+        yield BATCH_LEAK.found(leak, module, detail=detail, advice=_order_of_axes(trial, module))
     else:
         yield BATCH_POSITION.found(moved)
+
+
+def _order_of_axes(trial: Trial, name: str | None) -> str:
+    """Return what to check if a module, or the one around it, knows which axis is that of the samples; otherwise nothing."""
+    around = [module for module, other in trial.names.items() if name and f"{name}.".startswith(f"{other}.")]
+    modules = (each for module in reversed(around) for each in (module, *module.children()))
+    known = next((each.batch_first for each in modules if hasattr(each, "batch_first")), None)
+    fits = f"batch_first is {known} in this module: compare it with the order of the axes of its input"
+    return "" if known is None else f"{fits}, and look for a reshape in place of a transpose"
 
 
 def _mixing_module(trial: Trial) -> str | None:

@@ -355,8 +355,9 @@ def _no_shares(loss: _FreeLoss, end: list[Tensor]) -> Iterator[Finding]:
         return
     if loss.of_main(labels) < loss.value(end):
         ends = f"{float(sums.min()):g} to {float(sums.max()):g}"
-        share, detail = (
-            float(others.float().mean()),
-            f"The last operation is softmax, and the sums of the labels go from {ends}.",
+        share = float(others.float().mean())
+        detail = f"The last operation is softmax, and the sums of the labels go from {ends}."
+        advice = (
+            "use a sigmoid in place of the softmax for labels that do not exclude each other and for a single score"
         )
-        yield mistakes.LABELS_OUT_OF_REACH.found(share, loss.trial.last_activation, detail=detail)
+        yield mistakes.LABELS_OUT_OF_REACH.found(share, loss.trial.last_activation, detail=detail, advice=advice)

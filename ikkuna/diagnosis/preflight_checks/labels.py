@@ -82,7 +82,11 @@ def rows_without_gradient(trial: Trial) -> Iterator[Finding]:
     elif labels.is_floating_point() and labels.numel() == size and len(values := labels.unique()) == 2:
         for value in values:
             if torch.equal(silent, labels.flatten() == value) and torch.equal(silent_moved, moved.flatten() == value):
-                yield LABELS_WITHOUT_GRADIENT.found(share, detail=f"These are the labels of {float(value):g}.")
+                detail = f"These are the labels of {float(value):g}."
+                yield LABELS_WITHOUT_GRADIENT.found(share, detail=detail, advice="" if value else _SIGNS)
+
+
+_SIGNS = "if the loss multiplies by the labels, convert labels of 0 and 1 with 2 * labels - 1"
 
 
 def _silent_rows(trial: Trial, output: Tensor, labels: Tensor) -> Tensor:

@@ -85,12 +85,8 @@ def loss_at_init(trial: Trial) -> Iterator[Finding]:
             else detail,
             module=module,
             modules=tuple(large) if len(large) > 1 else (),
-            advice=_BY_INPUTS if len(large) > 1 else "",
             at_most="info" if is_scaled and not is_large else "warning",
         )
-
-
-_BY_INPUTS = "draw the initial weights of these layers with a deviation of the order of one over the root of their number of inputs"
 
 
 def _large_layers(trial: Trial) -> list[str]:

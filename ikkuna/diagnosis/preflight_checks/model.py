@@ -91,7 +91,9 @@ def unregistered_parameters(trial: Trial) -> Iterator[Finding]:
             )
             yield UNREGISTERED_PARAMETERS.found(len(foreign), created[0], detail=detail, advice=advice, at_most=at_most)
         else:
-            yield UNREGISTERED_PARAMETERS.found(len(foreign), _holder(trial, foreign), at_most=at_most)
+            holder = _holder(trial, foreign)
+            advice = "" if holder else "create modules in __init__ and assign them to attributes, not in forward()"
+            yield UNREGISTERED_PARAMETERS.found(len(foreign), holder, advice=advice, at_most=at_most)
 
 
 def _holder(trial: Trial, parameters: set[int]) -> str | None:

@@ -239,7 +239,9 @@ def _of_parameters(trial: Trial) -> Finding | None:
     if not bad:
         return None
     detail = f"It concerns {counted(len(bad), 'tensor')} of the model: {listed(bad)}."
-    advice = "initialise the model again, or load another checkpoint"
+    is_buffer = bad[0] not in trial.parameters
+    made = "look for 0/0, log(0) and sqrt of negative numbers in what computes it"
+    advice = made if is_buffer else "initialise the model again, or load another checkpoint"
     return NONFINITE.found(len(bad), module_of(bad[0]) or None, detail=detail, advice=advice)
 
 
@@ -256,8 +258,13 @@ def _of_batch(trial: Trial) -> Finding | None:
                     samples = rows.flatten(1).any(1) if rows.ndim > 1 else rows
                     detail += f" in {counted(int(samples.sum()), 'sample')}, the first of which is sample {int(samples.nonzero()[0])}"
                 detail += "."
-                return NONFINITE.found(count, detail=detail, advice="clean the data set")
+                return NONFINITE.found(count, detail=detail, advice=_CLEAN)
     return None
+
+
+_CLEAN = (
+    "clean the data: look for missing values, and for logarithms, roots and divisions of numbers that do not allow them"
+)
 
 
 def _of_first_step(trial: Trial) -> Finding | None:

@@ -161,8 +161,9 @@ class ForwardHooks:
             self._warned = True
             backward = "Backward passes" if self._backward.has_accumulated else "No backward pass"
             verb = "have" if self._backward.has_accumulated else "has"
-            detail = f"{backward} {verb} given gradients to its parameters. {self._found_in_place_of_step()}"
-            self.context.found(MISSING_STEP.found(count, detail=detail.strip()))
+            known, advice = self._found_in_place_of_step()
+            detail = f"{backward} {verb} given gradients to its parameters. {known}"
+            self.context.found(MISSING_STEP.found(count, detail=detail, advice=advice))
 
     def report_no_batch(self) -> None:
         """Report that the program ends without any forward, if an optimizer has parameters of the model."""
@@ -171,8 +172,8 @@ class ForwardHooks:
         if not has_begun and context.parameters.optimizers():
             context.found(NO_BATCH.found())
 
-    def _found_in_place_of_step(self) -> str:
-        """Return what is known of gradient scalers and optimizers that live and have not made a step."""
+    def _found_in_place_of_step(self) -> tuple[str, str]:
+        """Return what is known of gradient scalers and optimizers that live and have not made a step, and what to try."""
         parameters = self.context.parameters
         owning = [type(optimizer).__name__ for optimizer in parameters.optimizers()]
         others = [type(optimizer).__name__ for optimizer in parameters.optimizers_of_others()]
@@ -180,13 +181,21 @@ class ForwardHooks:
             scale, first = scalers[0].get_scale(), scalers[0]._init_scale
             known = f"has fallen from {first:g} to {scale:g}" if scale < first else f"is {scale:g}"
             return (
-                f"A gradient scaler is used, which skips the step if a gradient is NaN or infinite: its scale {known}."
+                f"A gradient scaler is used, which skips the step if a gradient is NaN or infinite: its scale {known}.",
+                "call scaler.step(optimizer) and scaler.update(), which alone changes the scale; search for what makes gradients overflow",
             )
         if owning:
-            return f"{listed(owning)} has parameters of the model, but its step() was not called or was skipped."
+            return (
+                f"{listed(owning)} has parameters of the model, but its step() was not called or was skipped.",
+                "call optimizer.step() after backward(), and check the condition it stands in",
+            )
         if others:
-            return f"The optimizers that exist have parameters of other models or of a copy: {listed(others)}."
-        return "No optimizer of torch.optim exists."
+            return (
+                f"The optimizers that exist have parameters of other models or of a copy: {listed(others)}.",
+                "create the optimizer with the parameters of this model, after it is complete; if only a part of the model was added, "
+                "set the whole model with set_model()",
+            )
+        return "No optimizer of torch.optim exists.", ""
 
     def _running(self) -> list[int]:
         """Return the numbers of the optimizers that step on this thread."""

@@ -27,6 +27,7 @@ from ikkuna.support.plugins import load_plugin, plugins
 
 ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT))  # the tests are not installed
+from tests.diagnosis import remedies  # noqa: E402
 from tests.diagnosis.real_errors import distributed  # noqa: E402
 from tests.diagnosis.real_errors.errors import ERRORS  # noqa: E402
 from tests.diagnosis.unseen import SETS, cases, judge  # noqa: E402
@@ -333,6 +334,12 @@ def verdicts_of(results: str, judgements: str) -> str:
     return table(head, rows)
 
 
+def useless_remedies() -> str:
+    """Return the number of findings whose remedy does not remove the mistake, for planted mistakes and for each set."""
+    head, *rows = remedies.table()
+    return table(head, rows)
+
+
 def peers() -> str:
     """Return the counts of alarms and of named causes of other tools, and those of ikkuna."""
     known, named, texts = cases("later"), judge.load("peers_named.json"), judge.load("peers.json")
@@ -411,6 +418,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "third-missed": partial(missed, "third_results.json", "third_judgements.json"),
     "fourth": partial(verdicts_of, "fourth_results.json", "fourth_judgements.json"),
     "fourth-missed": partial(missed, "fourth_results.json", "fourth_judgements.json"),
+    "remedies": useless_remedies,
     "peers": peers,
     "configurations": configurations,
     "configurations-accused": configurations_accused,

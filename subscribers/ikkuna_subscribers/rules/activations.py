@@ -9,7 +9,7 @@ from ikkuna.diagnosis.history import middle
 from ikkuna.diagnosis.mistakes import DEAD_UNITS, EVALUATION_MODE, NONFINITE, SIGNAL_LOST, SIGNAL_SCALE
 from ikkuna_subscribers.activations import DeadUnitsSubscriber, ModuleStateSubscriber, RunningStatisticsSubscriber
 from ikkuna_subscribers.representation import DimensionSubscriber
-from ikkuna_subscribers.rules.figures import sources, stays_below
+from ikkuna_subscribers.rules.figures import WEIGHTED, sources, stays_below
 
 _RECTIFIERS = ("ReLU", "ReLU6")
 
@@ -74,7 +74,6 @@ class SaturatedRule(Rule):
             yield Score(figure / self.share, figure, name)
 
 
-_WEIGHTED = ("Linear", "Conv1d", "Conv2d", "Conv3d", "GRU", "LSTM", "RNN")
 _FEW_UNITS = 16
 _LASTING = 15
 
@@ -109,7 +108,7 @@ class RankCollapseRule(Rule):
     def subscribers(self, network: Network, every: int) -> Sequence[Any]:
         """Return a subscriber for the layers with weights, without those with few units."""
         names = [
-            name for name in network.named(*_WEIGHTED) if (network.shape_of(name) or (_FEW_UNITS,))[0] >= _FEW_UNITS
+            name for name in network.named(*WEIGHTED) if (network.shape_of(name) or (_FEW_UNITS,))[0] >= _FEW_UNITS
         ]
         return (DimensionSubscriber(modules=names, subsample=2 * every),) if names else ()
 
@@ -171,7 +170,7 @@ class SignalScaleRule(Rule, mistake=SIGNAL_SCALE):
         network = history.network
         last_norm = max((i for i, entry in enumerate(network.modules) if "Norm" in entry.class_name), default=-1)
         for name, curve in history.fresh("activations_variance"):
-            if network.class_of(name) in _WEIGHTED and curve.last >= 0:
+            if network.class_of(name) in WEIGHTED and curve.last >= 0:
                 scale = math.sqrt(curve.last)
                 is_normalised = network.position(name) < last_norm
                 yield Score(0.0 if is_normalised else scale / self.limit, scale, name)

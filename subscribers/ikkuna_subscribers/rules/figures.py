@@ -71,6 +71,9 @@ def _source(kind: str) -> str:
     return f'{_STATISTICS[statistic]}("{tensor}")'
 
 
+WEIGHTED = ("Linear", "Conv1d", "Conv2d", "Conv3d", "GRU", "LSTM", "RNN")
+"""The classes of torch's layers with weight matrices that combine features."""
+
 _CARRIED_OVER = 1e6
 
 

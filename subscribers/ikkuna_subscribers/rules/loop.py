@@ -69,7 +69,8 @@ class StepWithoutGradientsRule(Rule):
     meaning = "The optimizer steps, but none of its {figure:.0f} weights has a gradient, and none moves."
     advice = (
         "call loss.backward() before optimizer.step(); if it is called, search for what detaches the loss from the "
-        "weights: detach(), .item(), torch.no_grad(), or an optimizer with the parameters of another model"
+        "weights: detach(), .item(), torch.no_grad(), a comparison, a tensor made of the loss, or an optimizer with the parameters of "
+        "another model"
     )
 
     def scores(self, history: History) -> Iterator[Score]:

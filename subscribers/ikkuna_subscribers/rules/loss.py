@@ -341,7 +341,7 @@ class NoLearningRule(Rule):
     meaning = (
         "The cross-entropy is {figure:.0%} of that of a guess with the frequencies of the labels, and does not fall."
     )
-    advice = "check whether labels and inputs belong together, the learning rate, and the gradients of the first layers"
+    advice = "check whether labels and inputs belong together, the weights of the classes, the rate, and the gradients of the first layers"
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield one score for the network."""

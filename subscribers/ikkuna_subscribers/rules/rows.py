@@ -97,7 +97,7 @@ class EvaluationInputsRule(_RowRule):
     limit: float = 1.0
     patience = 2
     meaning = "The inputs of the evaluation differ from those of the training: {figure:.2g} times the limit for mean and scale."
-    advice = "apply the same normalisation to the inputs of training and evaluation"
+    advice = "apply the same normalisation to the inputs of training and evaluation; remove a trend, for example by differences"
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield a score for each new pass."""

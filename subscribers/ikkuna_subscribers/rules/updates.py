@@ -6,7 +6,8 @@ from typing import Any
 
 from ikkuna.diagnosis import History, Network, Rule, Score, TimeSeries
 from ikkuna.diagnosis.history import middle
-from ikkuna_subscribers.rules.figures import guessing_loss, median_ratio, noise_of_loss, sources
+from ikkuna.numerics.prediction import initial_logit_deviation
+from ikkuna_subscribers.rules.figures import WEIGHTED, guessing_loss, median_ratio, noise_of_loss, sources
 from ikkuna_subscribers.updates import RatioSubscriber
 
 
@@ -44,17 +45,22 @@ class LostUpdatesRule(Rule):
 class LrTooHighRule(Rule):
     """One of the first steps moves the weights of half of the layers by a third of their size or more.
 
-    The rule is silent if the network has a single weight matrix, whose first values may be small by chance.  From step 10 on it looks at
+    The rule is silent if the network has a single weight matrix, whose first values may be small by chance, and leaves out weights that
+    begin near zero, below 0.01 of the usual root mean square of the weights, as those of adapters.  From step 10 on it looks at
     what such a step has led to: the next ones are as large, or hardly move the weights any more, or the loss has risen.
+    It also finds steps that make half of the layers of torch larger than any usual initialisation, if they began within one, and the loss
+    is known and has not fallen by half: otherwise the steps fit a task whose weights are large.
     Threshold: 0.3 within the first 30 steps; a healthy step moves about 1/1000, the largest healthy value was 0.09.
-    Cannot see: weights that are zero at first; a rate that is too high only by a factor of a few; optimizers that evaluate the model
+    1.25 times the initialisation of He et al. (2015) by the smaller number of units, after a step of 0.1; healthy runs stay below 0.73.
+    Cannot see: weights that begin near zero; a rate that is too high only by a factor of a few; optimizers that evaluate the model
     themselves, such as LBFGS, one step of which may move a linear model to its minimum.
     """
 
     name = "lr_too_high"
+    version = 2
     severity_while_falling = "info"
     needs = sources("weight_updates_weights_ratio")
-    uses = sources("optimizer_closure", "loss")
+    uses = sources("optimizer_closure", "loss", "weights_norm2")
     judged_on = frozenset(needs)
     thresholds = ("ratio",)
     ratio: float = 0.3
@@ -87,16 +93,39 @@ class LrTooHighRule(Rule):
         """Yield a score in the first 30 steps."""
         if history.step > 30 or not history.is_complete or history.curve("optimizer_closure") is not None:
             return
-        ratios = [curve.last for _, curve in history.matrices("weight_updates_weights_ratio")]
+        memory = history.memory[self.name]
+        near_zero = _near_zero(history, memory)
+        ratios = [c.last for name, c in history.matrices("weight_updates_weights_ratio") if name not in near_zero]
         ratio = middle(ratios)
         if ratio != ratio or len(ratios) < 2:
             return
-        memory = history.memory[self.name]
         largest = memory["ratio"] = max(ratio, memory.get("ratio", 0.0))
         loss, since = history.curve("loss"), memory.setdefault("since", history.step)
         has_risen = loss is not None and _has_risen(loss)
         if has_risen or (history.step >= since + 10 and not 0.01 * largest < ratio < self.ratio):
             yield Score(largest / self.ratio, largest, step=since)
+        elif loss is not None and largest >= self.ratio / 3 and not _is_halved(loss) and _has_left_its_start(history):
+            yield Score(1.0, largest, step=since, detail=_LARGE)
+
+
+_LARGE = "After a few steps, half of the layers have larger weights than any usual initialisation makes."
+
+
+def _has_left_its_start(history: History) -> bool:
+    """Return whether half of the layers of torch are larger than any usual initialisation makes them, and began within one."""
+    network, left = history.network, []
+    for name, curve in history.matrices("weights_norm2"):
+        shape = network.shape_of(name)
+        if shape and curve.first[0] > 0 and network.class_of(name) in WEIGHTED:
+            first, now = (norm / math.sqrt(network.size_of(name)) for norm in (curve.first[0], curve.last))
+            left.append(
+                initial_logit_deviation(shape, first) > 0 and now > first and not initial_logit_deviation(shape, now)
+            )
+    return bool(left) and 2 * sum(left) >= len(left)
+
+
+def _is_halved(loss: TimeSeries) -> bool:
+    return not loss.median(5) > 0.5 * loss.first[0]
 
 
 def _has_risen(loss: TimeSeries) -> bool:
@@ -164,7 +193,7 @@ class LrVanishedRule(Rule):
     meaning = (
         "The learning rate has fallen to {figure:.1g} early, and stays there, less than 1/100 of its largest value."
     )
-    advice = "check whether the scheduler is called once per epoch or once per batch"
+    advice = "check whether the scheduler is called per epoch or per batch, and the mode and patience of one that waits for a plateau"
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield a score for each parameter group."""
@@ -245,15 +274,18 @@ class UpdateRatioRule(Rule):
     Threshold: 1 in the first 30 steps, 0.1 later, and 30 times the median of the network;
     1/1000 is usual (Karpathy).  Weights that begin near zero, below 0.01 of the usual root mean square of the weights, are left out:
     they start high and settle, with a warm-up after more than 40 steps.
-    Weights in front of a normalisation are left out in the first 30 steps: they grow with each large step, which makes the next one
-    smaller.  The first step of a ResNet-50 of the usual initialisation is 1.2 to 9 times its first weight, and the network learns.
+    Weights in front of a normalisation are left out in the first 30 steps, unless the rates of two groups differ by as much: they grow
+    with each large step, which makes the next one smaller.  The first step of a ResNet-50 of the usual initialisation is 1.2 to 9 times
+    its first weight, and the network learns.
     Cannot see: weights that begin near zero, as those of adapters; a network that moves too fast as a whole (that is the rule lr_too_high).
     """
 
     name = "update_ratio"
+    version = 2
     severity_while_falling = "info"
     needs = sources("weight_updates_weights_ratio")
-    uses = sources("weights_norm2")
+    uses = sources("weights_norm2", "learning_rate")
+    judged_on = frozenset(("weight_updates_weights_ratio", "weights_norm2"))
     thresholds = ("ratio", "factor")
     ratio: float = 0.1
     factor: float = 30.0
@@ -273,23 +305,24 @@ class UpdateRatioRule(Rule):
         is_early = history.step <= 30
         number, limit = (1, 10 * self.ratio) if is_early else (5, self.ratio)
         figures = [(name, c.median(number)) for name, c in history.matrices("weight_updates_weights_ratio")]
-        usual, near_zero = middle([figure for _, figure in figures]), _near_zero(history)
+        usual, near_zero = middle([figure for _, figure in figures]), _near_zero(history, history.memory[self.name])
+        rates = [curve.last for curve in history.curves("learning_rate").values() if curve.last > 0]
+        have_one_rate = not rates or max(rates) < self.factor * min(rates)
         for name, figure in figures:
-            is_left_out = name in near_zero or (is_early and history.network.is_normalised(name))
+            is_left_out = name in near_zero or (is_early and have_one_rate and history.network.is_normalised(name))
             if figure > 0 and usual > 0 and len(figures) > 2 and not is_left_out:
                 yield Score(min(figure / limit, figure / usual / self.factor), figure, name)
 
 
-def _near_zero(history: History) -> set[str]:
-    """Return the matrices whose first weights are far smaller than those of the others."""
+def _near_zero(history: History, memory: dict[str, Any]) -> set[str]:
+    """Return the matrices whose first weights are far smaller than those of the others; a rule remembers them."""
     size_of, matrices = history.network.size_of, history.matrices("weights_norm2")
-    known, names = history.memory[UpdateRatioRule.name], tuple([name for name, _ in matrices])
-    if names not in known:
+    known, names = memory.get("near_zero", ((), set())), tuple([name for name, _ in matrices])
+    if names != known[0]:
         scales = {name: curve.first[0] / math.sqrt(size_of(name)) for name, curve in matrices}
-        usual = middle([*scales.values()])
-        known.clear()
-        known[names] = {name for name, scale in scales.items() if scale < 0.01 * usual}
-    found: set[str] = known[names]
+        usual = middle([scale for scale in scales.values() if scale > 0])
+        known = memory["near_zero"] = names, {name for name, scale in scales.items() if scale < 0.01 * usual}
+    found: set[str] = known[1]
     return found
 
 
