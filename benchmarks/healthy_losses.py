@@ -5,6 +5,7 @@ series are a file, so that a collection can be continued, and scored again after
 
     python benchmarks/healthy_losses.py train --cases 500 --directory /tmp/healthy_losses
     python benchmarks/healthy_losses.py table --directory /tmp/healthy_losses
+    python benchmarks/healthy_losses.py train --held-out --first 80000 --cases 480 --directory /tmp/held_out
 """
 
 import argparse
@@ -234,9 +235,124 @@ def q_learning(random, size):
     return [(list(model.parameters()), loss)]
 
 
+def triplet(random, size):
+    """The margin between another view of an image and another image."""
+    model, size = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)), max(size, 2)
+    x, _ = images()
+
+    def loss():
+        rows, others = torch.randint(len(x), (size,)), torch.randint(len(x), (size,))
+        view = x[rows] + 0.5 * torch.randn(size, 8, 8)
+        return functional.triplet_margin_loss(model(x[rows]), model(view), model(x[others]))
+
+    return [(list(model.parameters()), loss)]
+
+
+def distillation(random, size):
+    """The divergence from the probabilities of a network that is not trained."""
+    teacher = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
+    for weight in teacher.parameters():
+        weight.data.mul_(3)
+        weight.requires_grad_(False)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 10))
+
+    def loss():
+        x, _ = image_batch(size)
+        logits = model(x).log_softmax(1), teacher(x).log_softmax(1)
+        return functional.kl_div(*logits, log_target=True, reduction="batchmean")
+
+    return [(list(model.parameters()), loss)]
+
+
+def quantile(random, size):
+    """The 90 % quantile of a target with skewed noise."""
+    model, direction = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 1)), torch.randn(8)
+
+    def loss():
+        x = torch.randn(size, 8)
+        error = torch.sin(x @ direction) + torch.from_numpy(random.gamma(0.5, 1.0, size)).float() - model(x)[:, 0]
+        return torch.maximum(0.9 * error, -0.1 * error).mean()
+
+    return [(list(model.parameters()), loss)]
+
+
+def rare_labels(random, size):
+    """Twenty labels, each of which few samples have."""
+    model = nn.Sequential(nn.Linear(16, 48), nn.ReLU(), nn.Linear(48, 20))
+    weights = torch.randn(16, 20) / 2
+
+    def loss():
+        x = torch.randn(size, 16)
+        y = (x @ weights - 2.5 + 0.5 * torch.randn(size, 20) > 0).float()
+        return functional.binary_cross_entropy_with_logits(model(x), y)
+
+    return [(list(model.parameters()), loss)]
+
+
+def variance(random, size):
+    """The likelihood of a target whose noise differs between samples."""
+    model, direction = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2)), torch.randn(8)
+
+    def loss():
+        x = torch.randn(size, 8)
+        out = model(x)
+        target = torch.sin(x @ direction) + (0.1 + 0.2 * x[:, 0].abs()) * torch.randn(size)
+        return functional.gaussian_nll_loss(out[:, 0], target, out[:, 1].exp().clamp(max=100))
+
+    return [(list(model.parameters()), loss)]
+
+
+def log_normal(random, size):
+    """The squared error of a target whose noise is log-normal."""
+    model = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 1))
+    direction, scale = torch.randn(8) / 3, float(random.choice([0.3, 0.6]))
+
+    def loss():
+        x = torch.randn(size, 8)
+        return functional.mse_loss(model(x)[:, 0], (x @ direction + scale * torch.randn(size)).exp())
+
+    return [(list(model.parameters()), loss)]
+
+
+def actor_critic(random, size):
+    """An actor and a critic, whose errors grow as the poles stand longer."""
+    actor, critic = (nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, count)) for count in (2, 1))
+    size = min(max(size, 4), 16)
+    states = [0.1 * torch.rand(size, 4) - 0.05]
+
+    def loss():
+        total, state = 0, states[0]
+        for _ in range(5):
+            chosen = torch.distributions.Categorical(logits=actor(state))
+            action = chosen.sample()
+            after, has_fallen = cart_pole(state, action)
+            advantage = 1 + 0.95 * (~has_fallen).float() * critic(after)[:, 0].detach() - critic(state)[:, 0]
+            of_actor = -(chosen.log_prob(action) * advantage.detach()).mean()
+            total = total + of_actor + 0.5 * advantage.square().mean() - 0.01 * chosen.entropy().mean()
+            state = torch.where(has_fallen[:, None], 0.1 * torch.rand(size, 4) - 0.05, after)
+        states[0] = state
+        return total / 5
+
+    return [([*actor.parameters(), *critic.parameters()], loss)]
+
+
+def huber(random, size):
+    """The Huber loss of a target whose noise has a heavy tail."""
+    model, direction = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 1)), torch.randn(8)
+
+    def loss():
+        x = torch.randn(size, 8)
+        target = torch.sin(x @ direction) + 0.2 * torch.from_numpy(random.standard_t(3, size)).float()
+        return functional.smooth_l1_loss(model(x)[:, 0], target)
+
+    return [(list(model.parameters()), loss)]
+
+
 JUMPS = (rare, q_learning)
 """The loss of these jumps: at a row of a class that the batches before had not, and at a new target network."""
 FAMILIES = (mlp, conv, rnn, transformer, regression, rare, autoencoder, gan, policy, q_learning)
+HELD_OUT = (triplet, distillation, quantile, rare_labels, variance, log_normal, actor_critic, huber)
+"""Families that were not looked at while the score was chosen."""
 
 
 def schedule(kind, step):
@@ -246,12 +362,12 @@ def schedule(kind, step):
     return 0.1 ** (step // 200) if kind == "steps" else 1.0
 
 
-def train(number, steps):
+def train(number, steps, families=FAMILIES):
     """Return the losses and the gradient norms of a training; optimizers that take turns have a loss for both together."""
     torch.manual_seed(number)
     random = np.random.default_rng(number)
-    size, rate = SIZES[number // len(FAMILIES) % len(SIZES)], float(random.choice([1.0, 0.3]))
-    parts = FAMILIES[number % len(FAMILIES)](random, size)
+    size, rate = SIZES[number // len(families) % len(SIZES)], float(random.choice([1.0, 0.3]))
+    parts = families[number % len(families)](random, size)
     kind, is_adam = str(random.choice(["constant", "cosine", "steps"])), random.random() < 0.7
     optimizers = [
         torch.optim.Adam(weights, 3e-3 * rate)
@@ -282,15 +398,19 @@ def interval(count, steps):
     return 1e5 * low / steps, 1e5 * float(chi2.ppf(0.975, 2 * count + 2)) / 2 / steps
 
 
-def table(directory):
+def table(directory, families=FAMILIES):
     """Print the alarms by family."""
     counts = defaultdict(lambda: np.zeros(4, int))
     for file in sorted(directory.glob("*.npz")):
         with np.load(file) as found:
             alarms = [int((spike_scores(found[name]) > LIMIT).sum()) for name in ("losses", "norms")]
             row = np.array([1, len(found["losses"]), *alarms])
-        family = FAMILIES[int(file.stem) % len(FAMILIES)]
-        for name in (family.__name__, "all", *(() if family in JUMPS else ("all that do not jump",))):
+        family = families[int(file.stem) % len(families)]
+        for name in (
+            family.__name__,
+            "all",
+            *(() if family in JUMPS or families is HELD_OUT else ("all that do not jump",)),
+        ):
             counts[name] += row
     print(f"{'family':22}{'runs':>6}{'steps':>10}{'loss':>8}{'gradient':>10}")
     for name, row in sorted(counts.items(), key=lambda item: item[0].startswith("all")):
@@ -306,18 +426,21 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("train", "table"))
     parser.add_argument("--cases", type=int, default=500)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--held-out", action="store_true", help="train the families that were held out")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no training after this CPU time")
     parser.add_argument("--directory", type=Path, default=Path("healthy_losses"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.directory.mkdir(parents=True, exist_ok=True)
-    for number in range(options.cases) if options.what == "train" else ():
+    families = HELD_OUT if options.held_out else FAMILIES
+    for number in range(options.first, options.first + options.cases) if options.what == "train" else ():
         file = options.directory / f"{number:05d}.npz"
         if not file.exists() and time.process_time() < options.seconds:
-            losses, norms = train(number, options.steps)
+            losses, norms = train(number, options.steps, families)
             np.savez(file, losses=losses, norms=norms)
-    table(options.directory)
+    table(options.directory, families)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,14 @@ _PACE = 16
 _RECENT = 128
 _MEMORY = 4096
 _FIRST = 64
+_EARLY = 96
 _TAIL = 512
 _LEVELS = 512
 _SHARE = 5e-4
 _NORMAL = 1.4826  # the standard deviation of normal noise over its median deviation
 _FACTORS = 4.0, 16.0
 _LONG = 0.75
-_RARE = 3e4
+_RARE = 1e5
 _SPREAD = 0.3  # of the logarithm of the farthest of 16 values of normal noise
 _PRIOR = 16
 
@@ -51,17 +52,17 @@ class SpikeScore:
     :math:`\sigma_d` of that time.  The distance :math:`d` is the numerator above, but at most ten units of its time, so that a spike
     raises the limit to *k* times what it was, however large it is.  The factor *k* extrapolates a tail of the index :math:`\gamma`:
 
-    .. math:: k = \min(\max((30{,}000 / n)^\gamma, 4), 16), \quad \gamma = \frac{\sqrt 6}{\pi} \mathrm{std}(\log d_i / \sigma_d)
+    .. math:: k = \min(\max((100{,}000 / n)^\gamma, 4), 16), \quad \gamma = \frac{\sqrt 6}{\pi} \mathrm{std}(\log d_i / \sigma_d)
 
-    where :math:`d_i` are the farthest of each 16 values, without those with a spike, and :math:`n \leq 512` is the number of values
-    that they stand for.  If a distance above *d* has the probability :math:`d^{-1/\gamma}`, their logarithms have a Gumbel distribution
-    with this deviation, and one of 30,000 values is *k* times as far as the farthest of *n*.  Their variance is averaged with 16 times
+    where :math:`d_i` are the farthest of each 16 values, without the first 64 and those with a spike, and *n* is the number of values
+    so far, at most 512.  If a distance above *d* has the probability :math:`d^{-1/\gamma}`, their logarithms have a Gumbel distribution
+    with this deviation, and one of 100,000 values is *k* times as far as the farthest of *n*.  Their variance is averaged with 16 times
     that of normal noise, 0.3², so that few values leave the factor at 4.  It is up to 16 for losses without a variance, such as the
     square of an error with outliers.
 
     Trend, deviation and unit are computed again after every 16 values, so most values cost one comparison with `threshold`.
-    The first 16 finite values have the score NaN; then the deviation of 16 values counts twice, and the tail of :math:`i < 64` values
-    :math:`64 / i` times.
+    The first 16 finite values have the score NaN; then the deviation of 16 values counts twice, and the tail of :math:`i < 96` values
+    :math:`96 / i` times, because it is not known yet how heavy it is.
     If more than half of the 32 values equal their median, or a quarter their minimum, the unit is the largest residual that the series
     has had, if this is larger; without any, a value above 32 equal ones has an infinite score.
     NaN and infinite values have an infinite score if a finite value came before, and otherwise NaN; they are not part of the window.
@@ -139,7 +140,7 @@ class SpikeScore:
                 self._usual.append(math.log(max(farthest / self._deviation, 0.5)))
         self._measure(values)
         tail = max(max(self._recent), _LONG * self._deviation * max(self._ratios, default=0.0))
-        tail *= max(_FIRST / self.count, 1) * _factor(self._usual) / LIMIT
+        tail *= max(_EARLY / self.count, 1) * _factor(self._usual, min(self.count, _TAIL)) / LIMIT
         unit, count = max(self._deviation * max(_LEVEL / self.count, 1), tail), len(values)
         if 2 * np.count_nonzero(values == self._level) > count or 4 * np.count_nonzero(values == values.min()) > count:
             unit = max(unit, self._largest)
@@ -164,14 +165,14 @@ def _farthest(values: NDArray[np.float64], middle: float) -> float:
     return float(np.minimum(recent[4:] - middle, 1.5 * (recent[4:] - highest)).max())
 
 
-def _factor(logarithms: Sequence[float]) -> float:
-    """Return how many times as far as the farthest value in memory a spike is, from those of each 16 values."""
+def _factor(logarithms: Sequence[float], values: int) -> float:
+    """Return how many times as far as the farthest of a number of values a spike is, from the farthest of each 16 of them."""
     if (count := len(logarithms)) < 2:
         return _FACTORS[0]
     recent = np.array(logarithms)
     total = np.square(recent - recent.mean()).sum() + _PRIOR * _SPREAD**2
     index = math.sqrt(6 * total / (count - 1 + _PRIOR)) / math.pi
-    return float(min(max((_RARE / (_PACE * count)) ** index, _FACTORS[0]), _FACTORS[1]))
+    return float(min(max((_RARE / values) ** index, _FACTORS[0]), _FACTORS[1]))
 
 
 def _median(values: NDArray[np.float64]) -> float:
