@@ -10,6 +10,7 @@ import torch
 
 from ikkuna.errors import ConfigError
 from ikkuna.metrics.subscriber.registered import Registered
+from ikkuna.numerics.statistics.native.hook_functions import NO_THREADS
 from ikkuna.support.failures import FailureCounter, error_text, log, raise_users_exception
 from ikkuna.support.undisturbed import restoring
 
@@ -17,9 +18,9 @@ ON_ERROR = ("disable", "log", "raise")
 
 
 class Closable(Protocol):
-    """An object that must be closed while a subscriber's code runs: 0 is written to each of its memories."""
+    """An object whose permits must end before a subscriber's code runs, see `Permits`."""
 
-    threads: tuple[memoryview, memoryview, memoryview]
+    threads: memoryview
 
 
 class ThreadState(threading.local):
@@ -111,8 +112,7 @@ class ErrorGuard:
                 try:
                     for reference in self._closed_before:
                         if (closed := reference()) is not None:
-                            first, second, third = closed.threads
-                            first[0] = second[0] = third[0] = 0
+                            closed.threads[:] = NO_THREADS
                     thread.subscriber_is_running = True
                     for argument in left:
                         result = None

@@ -424,7 +424,7 @@ class NativePath:
     ----------
     close : callable
         Ends both permits.
-    threads : tuple of memoryview
+    threads : memoryview
         See `Permits`.
     seconds : callable
         Returns the time that native functions have taken.

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
+from ikkuna.numerics.statistics.native.hook_functions import NO_THREADS
 from ikkuna.support.torch_internals import function_transforms, graph_task, skip_in_compiler, tracing_state
 
 Remove = Callable[[], None]
@@ -92,8 +93,7 @@ class Hook:
                 local.depth += 1
                 if local.depth == 1:
                     local.since = time.perf_counter()
-                first, second, third = context.native.threads  # as `close` does
-                first[0] = second[0] = third[0] = 0
+                context.native.threads[:] = NO_THREADS  # as `close` does
                 if (
                     context._is_paused or context.is_interrupted or context.error_guard.thread.subscriber_is_running
                 ) and not self.resumes(context):  # as `HookContext.is_off` does

@@ -32,6 +32,9 @@ OUTPUTS, GRADIENTS, MICRO_GRADIENTS = range(3)
 """What a permit is for: what modules receive and return, gradients of that, and gradients of parameters of one micro-batch."""
 
 
+NO_THREADS = np.zeros(3, np.int64).data
+
+
 class Permits:
     """Memory in which Python writes what native functions may measure, one permit for each purpose.
 
@@ -41,16 +44,15 @@ class Permits:
     ----------
     addresses : list of int
         The addresses at which native functions find the permits.
-    threads : tuple of memoryview
-        Of each permit the cell of the thread; all permits end where 0 is written to each, as :meth:`close` does.
+    threads : memoryview
+        Of each permit the cell of the thread; all permits end when `NO_THREADS` is written to it, as :meth:`close` does.
     """
 
     def __init__(self) -> None:
         self._array: NDArray[np.int64] = np.zeros((3, len(_CELLS)), np.int64)
         # the elements of a memoryview are assigned in a third of the time
         self._cells = [permit.data for permit in self._array]
-        first, second, third = (permit[_THREAD : _THREAD + 1].data for permit in self._array)
-        self.threads = first, second, third
+        self.threads = self._array[:, _THREAD].data
         self._kept: list[tuple[object, object]] = [(None, None)] * 3
         self.addresses = [int(permit.ctypes.data) for permit in self._array]
 
@@ -93,8 +95,7 @@ class Permits:
 
     def close(self) -> None:
         """End all permits."""
-        first, second, third = self.threads
-        first[0] = second[0] = third[0] = 0
+        self.threads[:] = NO_THREADS
 
     def seconds(self) -> float:
         """Return the time that native functions have taken."""
