@@ -24,6 +24,8 @@ The expected text has a word for each decision: ``open0``, ``0=ab`` (step 0 is c
 ``0~a`` (the same, skipped), ``drop=a``, ``params`` (what was recorded of parameters is dropped), ``abandon``, ``epoch0``.
 """
 
+import copy
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,10 +36,12 @@ from ikkuna.observation.steps.forwards import (
     FIRST_PART,
     MAX_PENDING,
     Abandoned,
+    Awaited,
     Closed,
     EpochFinished,
     Merged,
     Opened,
+    OptimizerTurns,
     Restarted,
 )
 from ikkuna.observation.steps.step_tracker import State, StepTracker
@@ -55,6 +59,7 @@ class Script:
         self.covered = covered
         self.forwards, self.parts, self.running, self.seen = {}, {}, [], []
         self.computed = True
+        self.opened, self.epochs, self.turns, self.known_owners = None, set(), OptimizerTurns(), ()
 
     def play(self, events):
         for event in events.split():
@@ -119,11 +124,13 @@ class Script:
             self.running.append(number)
         if bracket in ("", "]"):
             self.running.pop()
+            self.known_owners = self.owners
             self.apply(self.tracker.optimizer_ends(number, self.owners, self.covered))
             self.computed = False
 
     def apply(self, decisions):
         for decision in decisions:
+            self.check(decision)
             match decision:
                 case Opened(stamp):
                     self.seen.append(f"open{stamp.global_step}")
@@ -142,6 +149,42 @@ class Script:
                     self.parts.clear()
                 case EpochFinished(stamp):
                     self.seen.append(f"epoch{stamp.epoch}")
+
+    def check(self, decision):
+        """Check what holds for every loop: the stamps of a step, the beginnings of epochs, and what completes earlier samples."""
+        match decision:
+            case Opened(stamp, starts_epoch, is_carried):
+                assert self.opened is None or is_carried
+                assert starts_epoch <= (stamp.epoch not in self.epochs)
+                if starts_epoch:
+                    self.epochs.add(stamp.epoch)
+                self.opened = stamp
+            case Closed(stamp, skipped, carried=carried, optimizers=stepped):
+                assert stamp == self.opened
+                assert stamp.completes == self.turns.completed_by(stamp.global_step)
+                assert skipped <= (not stepped)
+                if not skipped:
+                    self.turns.step_closed(
+                        Stamp(stamp.global_step, stamp.train_step, stamp.epoch), stepped, self.known_owners
+                    )
+                self.opened = stamp if carried else None
+            case Abandoned():
+                self.opened = None
+            case Awaited(stamp):
+                assert stamp.global_step == self.opened.global_step + 1
+                assert stamp.completes == self.turns.completed_by(stamp.global_step)
+
+    def check_only_optimizer(self):
+        """Check that the next step is as `only_optimizer` says."""
+        if (only := self.tracker.only_optimizer) is None:
+            return
+        tracker = copy.deepcopy(self.tracker)
+        (opened,) = tracker.forward_begins(0)
+        assert opened == Opened(self.tracker.stamp, False, False)
+        forward = tracker.forward_ends(0)
+        assert (tracker.backward_reached(forward), tracker.optimizer_begins(only, self.owned[only])) == ((), ())
+        closed, *_ = tracker.optimizer_ends(only, self.owners, self.covered)
+        assert (closed.stamp, closed.skipped, closed.optimizers) == (opened.stamp, False, {only})
 
     def names(self, parts):
         return "".join(sorted(name for part in parts for name in self.parts.pop(part, [])))
@@ -413,11 +456,61 @@ def test_optimizers_share_a_step_unless_something_is_said_to_be_computed_between
     assert [closed.optimizers for closed in decisions] == [{1, 2}]
 
 
+@pytest.mark.parametrize(
+    ("events", "owners", "only"),
+    [
+        ("", (1,), None),
+        ("a bwd:a 1", (1,), 1),
+        ("a bwd:a 1 nograd:x", (1,), 1),
+        ("a bwd:a 1 eval:x", (1,), None),
+        ("a bwd:a 1 b", (1,), None),
+        ("a bwd:a 1 b bwd:b 1", (1,), 1),
+        ("a bwd:a 1 b bwd:b clear", (1,), None),
+        ("a bwd:a 1 pass:x", (1,), None),
+        ("a bwd:a 1 pass:x y train", (1,), 1),
+        ("a bwd:a 1 epoch", (1,), None),
+        ("a bwd:a 1 nograd:x(", (1,), None),
+        ("eval:a 1 eval:b bwd:b 1", (1,), None),
+        ("1 part:a bwd:a 1", (1,), None),
+        ("a bwd:a 1 2", (1, 2), None),
+        ("a bwd:a 1 b bwd:b 2", (1, 2), None),
+    ],
+)
+def test_the_only_optimizer_is_known_between_two_steps_that_are_alike(events, owners, only):
+    script = Script(owners)
+    script.play(events)
+    assert script.tracker.only_optimizer == only
+    script.check_only_optimizer()
+
+
+def test_a_step_that_waits_names_the_stamp_of_the_next_one():
+    script = Script(owners=(1, 2), owned={1: {7}, 2: {8}})
+    script.play("a bwd:a 1 b bwd:b 2 c bwd:c")
+    script.tracker.optimizer_begins(1, {7})
+    (awaited,) = script.tracker.optimizer_ends(1, {1, 2})
+    assert awaited == Awaited(Stamp(3, 3, 0))
+    assert awaited.stamp.completes == script.turns.completed_by(3)
+    script.check(awaited)
+
+
+def test_a_step_of_parts_that_a_root_confirms_begins_its_epoch():
+    script = Script()
+    script.play("1 part:a")
+    assert script.tracker.pass_stamp("x") == Stamp(0, 0, 0, "x")
+    script.play("b")
+    assert script.tracker.pass_stamp("x") == Stamp(1, 1, 0, "x")
+    script = Script()
+    script.play("1 epoch part:a 1 epoch part:b c")
+    assert script.tracker.stamp == script.tracker.counters.stamp()
+    assert script.play("epoch").endswith(f"epoch{script.tracker.stamp.epoch - 1}")
+
+
 def test_an_optimizers_step_that_is_abandoned_does_not_run_any_more():
     script = Script()
     script.play("a bwd:a 1[")
     script.tracker.abandon()
     script.parts.clear()
+    script.opened = None
     assert script.play("raise b bwd:b 1") == "open0 open0 0=b"
 
 
@@ -512,5 +605,6 @@ def test_random_loops_agree_with_the_rule(events, two):
         elif kind == "step1" or (kind == "step2" and two):
             rule.step(int(kind[-1]))
             script.play(kind[-1])
+        script.check_only_optimizer()
     closed = [word.partition("=")[2] for word in script.seen if "=" in word and not word.startswith("drop")]
     assert closed == rule.steps
