@@ -1,9 +1,11 @@
 """The program finds its commands, writes no traceback, and returns 0, 1 or 2."""
 
 import io
+import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -150,3 +152,60 @@ def test_the_installed_command_is_the_same_program_and_imports_no_compiler():
     assert error.endswith("\nikkuna: '/nowhere' does not exist\n")
     assert "ikkuna.observation.hooks.context" in error
     assert "torch._dynamo" not in error  # it would take two seconds
+
+
+@pytest.fixture
+def values(tmp_path):
+    """The path of a file with one value."""
+    path = tmp_path / "values.jsonl"
+    path.write_text('{"kind": "loss", "module": null, "pass": "training", "step": 0, "value": 1.0}\n')
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("severities", "status"),
+    [((), 0), (("info",), 0), (("warning",), 1), (("info", "error"), 1), (("info", "info"), 0)],
+)
+@pytest.mark.parametrize(
+    ("options", "passed"),
+    [
+        ([], (None, False)),
+        (["--muted"], (None, True)),
+        (["--rules", "a"], (["a"], False)),
+        (["--rules", "a,b", "--muted"], (["a", "b"], True)),
+    ],
+)
+def test_a_check_returns_1_for_a_warning_or_an_error(severities, status, options, passed, values, monkeypatch, capsys):
+    from ikkuna.diagnosis import Finding, Findings
+
+    found = Findings(
+        [Finding("r", each, "It is so.") for each in severities], ["r"], {"s": "why"}, {"s": "n"}, "A note."
+    )
+    calls = []
+    monkeypatch.setattr("ikkuna.diagnosis.judge.check", lambda *arguments: calls.append(arguments) or found)
+    assert cli.main(["check", values, *options]) == status
+    assert calls == [(values, *passed)]
+    assert capsys.readouterr().out.splitlines() == [line.rstrip() for line in found.lines()]
+    assert cli.main(["check", values, *options, "--json"]) == status
+    report = json.loads(capsys.readouterr().out)
+    assert [finding["severity"] for finding in report.pop("findings")] == [each.severity for each in found]
+    assert report == {"judged": ["r"], "skipped": {"s": "why"}, "needed": {"s": "n"}, "note": "A note."}
+
+
+def test_a_check_learns_from_runs_and_compares_one_with_what_was_learned(values, monkeypatch, capsys):
+    from ikkuna.diagnosis import Findings
+
+    learned = SimpleNamespace(keys="abcd", runs=2, edges=[0, 10, 21], limit=3.14159, write=lambda output: f"<{output}>")
+    calls = []
+    monkeypatch.setattr("ikkuna.diagnosis.baseline.learn", lambda runs: calls.append(runs) or learned)
+    monkeypatch.setattr(
+        "ikkuna.diagnosis.baseline.check_baseline", lambda run, path: calls.append((run, path)) or Findings()
+    )
+    for options, name in (([], "baseline.npz"), (["-o", "x.npz"], "x.npz")):
+        assert cli.main(["check", values, values, "--learn", *options]) == 0
+        text = f"wrote <{name}>: 4 series of 2 runs up to step 20; the limit of the score is 3.14"
+        assert capsys.readouterr().out.strip() == text
+    assert cli.main(["check", values, "--baseline", "x.npz"]) == 0
+    assert calls == [[values, values]] * 2 + [(values, "x.npz")]
+    assert cli.main(["check", values, values]) == 2
+    assert "without --learn, check needs one run, got 2" in capsys.readouterr().err

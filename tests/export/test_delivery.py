@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from ikkuna.export.messages import MessageBus, NetworkMessage, Stamp
 from ikkuna.export.subscriber import Subscriber
-from ikkuna.metrics.bus.delivery import Event, Item, Losses
+from ikkuna.metrics.bus.delivery import Event, Finished, Item, Losses
 from ikkuna.metrics.subscriber.base import StepLosses
+from tests.export.test_rows import STAMP, Case, Ranks, Summing
 
 
 class Interrupted(BaseException):
@@ -238,3 +239,29 @@ def test_what_the_user_lets_a_subscriber_emit_is_shown_and_published(bus, run, i
     else:
         first.emit(message, 5.0)
     assert (then.seen, run.calls) == ([2], [(2, "a", 5.0), (2, "c", 2.0)])
+
+
+class Abandoning(Summing):
+    """Keeps the stamps of steps that are abandoned."""
+
+    def __init__(self, kind, **options):
+        super().__init__(kind)
+        self.abandoned = []
+
+    def abandon(self, stamp):
+        self.abandoned.append(stamp)
+
+
+def test_an_abandoned_step_is_forgotten_by_its_subscribers_and_other_ranks_and_is_committed(monkeypatch):
+    case = Case(abandoning := Abandoning("activations"))
+    monkeypatch.setattr(case.bus, "run", run := Run())
+    case.see([1.0, 2.0])
+    rows = case.recorder.close()
+    rows.rank_merge = ranks = Ranks()
+    abandoning._untaken.append("a result")
+    Finished(rows, None).abandon(case.bus)
+    assert (abandoning.abandoned, abandoning.values, abandoning._untaken) == ([STAMP], [], [])
+    assert ranks.calls == ["abandoned"]
+    assert run.calls == [("commit", STAMP.global_step)]
+    monkeypatch.undo()
+    case.bus.close()
