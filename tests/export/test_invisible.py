@@ -57,6 +57,39 @@ def test_training_with_every_subscriber_is_bit_identical(name, bus):
     assert recording.values
 
 
+class StateReader(nn.Module):
+    """Reads the state of a layer of a recurrent network, and none of its outputs, which get no gradient."""
+
+    def __init__(self, kind, layer):
+        super().__init__()
+        self.cells, self.head, self.layer = kind(3, 8, 2, batch_first=True), nn.Linear(8, 2), layer
+
+    def forward(self, x):
+        _, state = self.cells(x)
+        return self.head((state[0] if isinstance(state, tuple) else state)[self.layer])
+
+
+@pytest.mark.parametrize("layer", [0, -1])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_outputs_that_nothing_uses_change_nothing(kind, layer, tmp_path):
+    def weights(is_watched):
+        torch.manual_seed(0)
+        model, loss = StateReader(kind, layer), nn.CrossEntropyLoss()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        options = {"log_dir": tmp_path, "backend": "null", "verbosity": 0, "preflight": False}
+        monitor = ikkuna.watch(model, loss, **options) if is_watched else None
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss(model(torch.randn(4, 5, 3)), torch.randint(0, 2, (4,))).backward()
+            optimizer.step()
+        if monitor is not None:
+            monitor.close()
+            assert monitor.health().steps == 3
+        return model.state_dict()
+
+    same(weights(False), weights(True))
+
+
 def scaled_step(loop):
     inputs, labels = loop.batch()
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)

@@ -133,8 +133,9 @@ class _OfView:
         self.computed = computed
         self.size, self.stride = view.size(), view.stride()
 
-    def of_base(self, grad: Tensor) -> None:
-        self.computed(grad.detach().contiguous().as_strided(self.size, self.stride))
+    def of_base(self, grad: Tensor | None) -> None:
+        if grad is not None:  # one of several outputs of a node, such as a fused LSTM, has none if nothing uses it
+            self.computed(grad.detach().contiguous().as_strided(self.size, self.stride))
 
 
 class _ViewGradient(_OfView):
@@ -155,7 +156,7 @@ class _ViewGradient(_OfView):
         self.has_come = True
         self.computed(grad)
 
-    def of_base(self, grad: Tensor) -> None:
+    def of_base(self, grad: Tensor | None) -> None:
         view = self.view()
         if not self.has_come and (view is None or view._version != self.version):
             super().of_base(grad)
