@@ -200,6 +200,7 @@ def test_half_precision_sums_do_not_overflow():
         lambda x: x.t(),
         lambda x: x[::2, 1:],
         lambda x: x[:, 0].expand(4, 6),
+        lambda x: x[0, 0].expand(4, 6),
         lambda x: x.reshape(1, 2, 3, 5).to(memory_format=torch.channels_last),
         lambda x: x.requires_grad_().detach(),
         lambda x: x[0, 0],

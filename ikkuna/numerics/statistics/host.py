@@ -249,14 +249,16 @@ class HostStatistics:
             pass
         elif not has_numbers(x):
             return False
-        elif type(x) is Tensor and x.numel() == 1 and x.is_floating_point():  # a loss, which is a mean of many
-            self._merge(row, (row_of(x.item(), float(weight)),), 1)
         elif x.numel():
             few, times = without_repeats(x)
-            for part in pieces(few):
+            weight = float(weight) * times
+            is_one_number = type(few) is Tensor and few.numel() == 1 and few.is_floating_point()
+            if is_one_number:  # a loss, which is a mean of many, or the gradient of a sum
+                self._merge(row, (row_of(few.item(), weight),), 1)
+            for part in () if is_one_number else pieces(few):
                 if (read := readable(part)) is None:
                     return False
-                self._add_flat(row, *read, fields, float(weight) * times)
+                self._add_flat(row, *read, fields, weight)
         if not fields.isdisjoint(HISTOGRAMS):
             add_codes(self.codes.setdefault(row, {}), x, fields, generator, native=self.kernels is not None)
         return True
