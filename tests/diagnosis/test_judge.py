@@ -121,7 +121,7 @@ def test_the_finding_has_figure_evidence_and_a_sentence():
 
 
 @pytest.mark.parametrize("advice", ["", "Do this."])
-@pytest.mark.parametrize("modules", [("b",), ("a", "b", "c"), (None,), ("unknown",)])
+@pytest.mark.parametrize("modules", [("b",), ("a", "b"), ("a", "b", "c"), (None,), ("unknown",)])
 def test_a_finding_has_all_facts_of_rule_score_and_module(modules, advice):
     class TestedRule(AboveRule):
         version, advice = 7, "Do that."
@@ -377,6 +377,15 @@ def test_the_first_judgement_is_that_of_the_first_value_and_the_others_follow_th
         getattr(judge, way)("loss", None, step, 1.0)
         judge.finish_step(step)
     assert judge.rules[0].steps == [*range(first, 25, stride)]
+
+
+@pytest.mark.parametrize("way", ["add", "defer"])
+def test_losses_that_were_never_finite_are_judged_at_once(way):
+    judge = Judge([PacedRule()])
+    for step in range(4):
+        getattr(judge, way)("loss", None, step, math.nan)
+        judge.finish_step(step)
+    assert judge.rules[0].steps == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("kind", ["loss", LOSS_BETWEEN])
