@@ -114,7 +114,7 @@ class CoolDown:
     def __init__(self, steps: int, limit: int) -> None:
         self._steps, self._limit = steps, limit
         self._dumps: list[tuple[int, int, Callable[[], bool]]] = []
-        self._retry = -1
+        self._retry = 0
 
     @property
     def is_used_up(self) -> bool:

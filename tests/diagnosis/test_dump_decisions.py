@@ -26,6 +26,7 @@ from ikkuna.flight_recorder.recorder import (
 )
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS
 from ikkuna.metrics.subscriber.base import StepLosses
+from ikkuna.numerics.spike_score import SpikeScore
 from ikkuna.numerics.statistics import FIELDS, HISTOGRAMS
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, row_of
 from ikkuna.store.finding import SEVERITIES
@@ -57,7 +58,7 @@ EVENTS = st.tuples(st.integers(0, 45), st.integers(0, 3), st.booleans(), st.bool
 @given(events=st.lists(EVENTS, max_size=15), steps=st.sampled_from([0, 1, 20]), limit=st.integers(0, 3))
 def test_a_dump_is_written_if_no_rule_of_the_pause_and_of_the_number_forbids_it(events, steps, limit):
     """Events have a step, an importance, whether the dump fails, and whether that is known before the next event."""
-    cool_down, dumps, retry = CoolDown(steps, limit), [], -1
+    cool_down, dumps, retry = CoolDown(steps, limit), [], 0
     for step, importance, fails, is_known in events:
         for dump in [dump for dump in dumps if dump["failed"]]:
             dumps.remove(dump)
@@ -254,6 +255,30 @@ def test_a_dump_is_written_at_the_end_of_a_training_step_and_names_its_findings_
     dumps = loop.close()
     assert [[finding.rule for finding in dump.findings] for dump in dumps] == [["rule0"], ["rule1"]]
     assert [dump.reasons for dump in dumps] == [["error: rule0: It is wrong."], ["error: rule1: It is wrong."]]
+
+
+@pytest.mark.parametrize("is_spike", [False, True])
+def test_a_loss_that_jumps_in_steps_that_no_subscriber_samples_triggers_once(tmp_path, monkeypatch, is_spike):
+    """Losses up to a score of the limit are no spikes."""
+    score, losses = SpikeScore(), [2.0 + 0.01 * (step % 3) for step in range(48)]
+    for loss in losses:
+        score.add(loss)
+    monkeypatch.setattr("ikkuna.flight_recorder.recorder.LIMIT", score.of(3.0))
+    loop = Loop(tmp_path, burst=0)
+    losses += [3.01 if is_spike else 3.0] * 2
+    recorder_of(loop).steps_passed(
+        StepLosses(training(0), losses=losses, rates=[[]] * len(losses), ends=[1.0] * len(losses))
+    )
+    recorder_of(loop).step_delivered(training(49))
+    dumps = loop.close()
+    assert [(dump.step, dump.reasons) for dump in dumps] == [(49, ["the loss jumped to 3.01"])] * is_spike
+
+
+def test_the_writer_has_two_seconds_at_the_end(tmp_path, monkeypatch):
+    loop, waited = Loop(tmp_path).run(1), []
+    monkeypatch.setattr(recorder_of(loop)._writer, "close", waited.append)
+    loop.exporter.close()
+    assert waited == [2.0]
 
 
 def test_a_dump_has_the_importance_of_its_gravest_reason(tmp_path):

@@ -235,8 +235,8 @@ RANK = st.fixed_dictionaries(
     {}, optional={name: st.tuples(st.sampled_from([OWN, OWN, OWN, 0, 1]), ELEMENTS, RESULTS) for name in FIELDS}
 )
 RANKS = st.lists(st.tuples(st.integers(0, 2), RANK), min_size=1, max_size=4)
-HOW = {"a": "sum", "b": "max", "w": "last", "plain": "min"}
-MERGES = {"sum": np.sum, "max": np.max, "min": np.min, "last": lambda found, axis: found[-1]}
+HOW = {"a": "sum", "b": "sum", "w": "sum", "plain": "last"}
+MERGES = {"sum": np.sum, "last": lambda found, axis: found[-1]}
 
 
 def counting(found, groups, is_activation, data_differ):

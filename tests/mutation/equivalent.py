@@ -110,6 +110,11 @@ EQUIVALENT = {
                         "_AT_ONCE // (len(blocks) * width) -> _AT_ONCE * (len(blocks) * width)",
                         "step = max(1, |_AT_ONCE // (len(blocks) * width))",
                     ),
+                    (
+                        "len(table.columns) + sum((bins for _, bins in table.codes)) -> "
+                        "len(table.columns) - sum((bins for _, bins in table.codes))",
+                        "width = |len(table.columns) + sum(bins for _, bins in table.codes)",
+                    ),
                 )
             ),
             *(
@@ -202,8 +207,8 @@ EQUIVALENT = {
             ),
             ("1 -> 2", "_LONG, _PIECE = |1 << 20, 1 << 10", "pieces of another size have the same sum up to rounding"),
             (
-                "not fields <= _COUNTED -> fields <= _COUNTED",
-                "if kernels is not None and weight == 1 and |not fields <= _COUNTED and kernels.accepts(x):",
+                "fields <= _COUNTED -> fields < _COUNTED",
+                "is_counted = weight != 1 or |fields <= _COUNTED",
                 "both ways count the same elements, and one of them also reads them",
             ),
         ),
