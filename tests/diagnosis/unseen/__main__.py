@@ -11,6 +11,7 @@ import json
 import os
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
@@ -52,9 +53,11 @@ def watched(case: Case) -> list[dict]:
     program = case.build()
     monitors = [ikkuna.watch(program.model, program.loss) if program.loss else ikkuna.watch(program.model)]
     monitors += [ikkuna.watch(model) for model in program.others]
-    # a training may stop with an error of its own; what was found until then counts
-    with contextlib.suppress(Exception):
+    try:
         program.loop(program)
+    except Exception as error:  # a training may stop with an error of its own; what was found until then counts
+        if Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(Path(ikkuna.__file__).parent):
+            raise
     for monitor in monitors:
         monitor.close()
     return [row for monitor in monitors for row in rows(monitor.findings)]

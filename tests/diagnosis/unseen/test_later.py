@@ -68,15 +68,18 @@ def test_every_stored_result_is_judged(name):
         assert {f["rule"] for _, f in found} <= set(judgements[name]["false"]), name
 
 
+@pytest.mark.parametrize("name", ["results.json", *(f"{of}_results.json" for of in SETS), "fourth_again.json"])
+def test_no_training_was_ended_by_ikkuna(name):
+    assert not [program for program, result in load(name).items() if "watch_error" in result]
+
+
 @pytest.mark.parametrize("of", SETS)
 def test_every_judgement_is_about_something_that_was_found(of):
-    results = load(f"{of}_results.json")
+    runs = [load(f"{of}_results.json"), *([load("fourth_again.json")] if of == "fourth" else [])]
     for name, judged in load(f"{of}_judgements.json").items():
         for entry in (*judged.get("right", ()), *judged.get("symptom", ())):
-            assert any(fits(entry, column, found) for column in COLUMNS for found in results[name][column]), (
-                name,
-                entry,
-            )
+            found = [(column, f) for run in runs if name in run for column in COLUMNS for f in run[name][column]]
+            assert any(fits(entry, column, f) for column, f in found), (name, entry)
 
 
 def test_every_accused_configuration_is_judged():
