@@ -60,31 +60,32 @@ def test_training_with_every_subscriber_is_bit_identical(name, bus):
 class StateReader(nn.Module):
     """Reads the state of a layer of a recurrent network, and none of its outputs, which get no gradient."""
 
-    def __init__(self, kind, layer):
+    def __init__(self, kind, layer, batch_first):
         super().__init__()
-        self.cells, self.head, self.layer = kind(3, 8, 2, batch_first=True), nn.Linear(8, 2), layer
+        self.cells, self.head, self.layer = kind(3, 8, 2, batch_first=batch_first), nn.Linear(8, 2), layer
 
     def forward(self, x):
         _, state = self.cells(x)
         return self.head((state[0] if isinstance(state, tuple) else state)[self.layer])
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("layer", [0, -1])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_outputs_that_nothing_uses_change_nothing(kind, layer, tmp_path):
+def test_outputs_that_nothing_uses_change_nothing(kind, layer, batch_first, tmp_path):
     def weights(is_watched):
         torch.manual_seed(0)
-        model, loss = StateReader(kind, layer), nn.CrossEntropyLoss()
+        model, loss = StateReader(kind, layer, batch_first), nn.CrossEntropyLoss()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         options = {"log_dir": tmp_path, "backend": "null", "verbosity": 0, "preflight": False}
         monitor = ikkuna.watch(model, loss, **options) if is_watched else None
         for _ in range(3):
             optimizer.zero_grad()
-            loss(model(torch.randn(4, 5, 3)), torch.randint(0, 2, (4,))).backward()
+            loss(model(torch.randn(4, 4, 3)), torch.randint(0, 2, (4,))).backward()
             optimizer.step()
         if monitor is not None:
             monitor.close()
-            assert monitor.health().steps == 3
+            assert (monitor.health().steps, monitor.health().errors) == (3, 0)
         return model.state_dict()
 
     same(weights(False), weights(True))

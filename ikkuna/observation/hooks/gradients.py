@@ -94,11 +94,13 @@ class LayerGradientHooks:
         of_output.natives[number], of_output.hooks[number] = native, hook
         return hook, native
 
-    def gradient_computed(self, site: Site, path: str, sizes: Tensor | None, forward: Forward, grad: Tensor) -> None:
-        """Record a gradient."""
+    def gradient_computed(
+        self, site: Site, path: str, sizes: Tensor | None, forward: Forward, grad: Tensor | None
+    ) -> None:
+        """Record a gradient; one of several outputs of a node, such as a fused LSTM, has none if nothing uses it."""
         context = self.context
         recorder = context.recorder
-        if recorder.rows is None:
+        if recorder.rows is None or grad is None:
             return
         part = self._backward.reach(forward)
         if context.loss_scale.is_used:
@@ -129,12 +131,12 @@ class _OfView:
 
     __slots__ = ("computed", "size", "stride")
 
-    def __init__(self, view: Tensor, computed: Callable[[Tensor], None]) -> None:
+    def __init__(self, view: Tensor, computed: Callable[[Tensor | None], None]) -> None:
         self.computed = computed
         self.size, self.stride = view.size(), view.stride()
 
     def of_base(self, grad: Tensor | None) -> None:
-        if grad is not None:  # one of several outputs of a node, such as a fused LSTM, has none if nothing uses it
+        if grad is not None:
             self.computed(grad.detach().contiguous().as_strided(self.size, self.stride))
 
 
@@ -146,13 +148,13 @@ class _ViewGradient(_OfView):
 
     __slots__ = ("has_come", "version", "view")
 
-    def __init__(self, view: Tensor, computed: Callable[[Tensor], None]) -> None:
+    def __init__(self, view: Tensor, computed: Callable[[Tensor | None], None]) -> None:
         super().__init__(view, computed)
         self.has_come = False
         self.view = weakref.ref(view)
         self.version = view._version
 
-    def of_view(self, grad: Tensor) -> None:
+    def of_view(self, grad: Tensor | None) -> None:
         self.has_come = True
         self.computed(grad)
 
@@ -162,7 +164,9 @@ class _ViewGradient(_OfView):
             super().of_base(grad)
 
 
-def _register_on_view(view: Tensor, base: Tensor, computed: Callable[[Tensor], None], outputs: Leaves) -> list[Any]:
+def _register_on_view(
+    view: Tensor, base: Tensor, computed: Callable[[Tensor | None], None], outputs: Leaves
+) -> list[Any]:
     """Register hooks on a view and on its base; return the handles of those that would outlive the graph."""
     is_output = any(base is other for _, other in outputs)
     if is_output or not base.requires_grad or base.numel() != view.numel():
