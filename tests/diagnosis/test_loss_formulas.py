@@ -6,7 +6,7 @@ from statistics import median
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ikkuna.diagnosis import History
@@ -238,6 +238,8 @@ def share_of_guess(means, entropies, count, classes, moved):
 
 
 @settings(max_examples=80)
+@example(means=[2.0] * 20, entropy=0.1, count=400.0, classes=10.0, ratio=1e-2, bound=None, loss=None, dip=0.0)
+@example(means=[2.0] * 20, entropy=2.1, count=32.0, classes=10.0, ratio=1e-2, bound=0.0, loss=1.0, dip=0.05)
 @given(
     means=st.lists(st.sampled_from([1.9, 2.0, 2.1, 2.2, 2.25]), min_size=8, max_size=24),
     entropy=st.sampled_from([0.1, 1.5, 1.9, 2.1, 2.3]),
@@ -285,3 +287,17 @@ def test_nothing_is_learned_if_the_cross_entropy_stays_that_of_a_guess(
             raised = median(known[-16:]) - median(known[:5]) - bound * number if loss is not None else raised
         expected[step].append((0.0 if falls else now / 0.95, now, "info" if raised > guess else "error"))
     assert scores("no_learning", steps, values) == close(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "subscriber"),
+    [
+        ("diverges", "LossChangeBoundSubscriber"),
+        ("loss_spike", "LossChangeBoundSubscriber"),
+        ("loss_at_init", "PredictionSubscriber"),
+    ],
+)
+@pytest.mark.parametrize("every", [1, 7])
+def test_a_rule_brings_its_subscriber_with_the_rhythm_of_the_rules(name, subscriber, every):
+    (found,) = rule_named(name).subscribers(NETWORK, every)
+    assert (type(found).__name__, found.subscription.subsample) == (subscriber, every)
