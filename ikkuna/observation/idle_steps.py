@@ -17,6 +17,7 @@ from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.base import StepLosses
 from ikkuna.observation.hooks.context import SEES_BACKWARD, HookContext, running_steps
 from ikkuna.observation.hooks.forward import ForwardHooks
+from ikkuna.observation.hooks.hook import is_traced
 from ikkuna.observation.hooks.hook_set import HookSet
 from ikkuna.observation.hooks.loss import LossHooks, is_computed_in, is_one_number, needs_outputs
 from ikkuna.observation.hooks.optimizers import OptimizerHooks, add_rates
@@ -297,6 +298,7 @@ class IdleSteps:
                 or not is_grad_enabled()
                 or get_ident() != self._thread
                 or graph_task() != -1
+                or is_traced()
                 or context.is_interrupted
                 or self._thread_state.subscriber_is_running
             ):
@@ -321,6 +323,8 @@ class IdleSteps:
     def _loss_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
         began = perf_counter()
         with self._lock:
+            if is_traced():
+                return True
             if (
                 self._seen != _RETURNED
                 or get_ident() != self._thread
@@ -349,7 +353,7 @@ class IdleSteps:
         with self._lock:
             if self._seen == _OFF:
                 return False
-            if self._seen == _NOTHING:  # it belongs to no step
+            if self._seen == _NOTHING or is_traced():  # it belongs to no step
                 return True
             call, is_own, is_here = self._call, None, self._seen >= _RETURNED and get_ident() == self._thread
             is_of_call = call is not None and len(roots) == 1 and call[2]() is roots[0]

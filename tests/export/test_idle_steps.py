@@ -98,6 +98,12 @@ def compute_another_twice(model, x, another):
     torch.autograd.grad(another(model(x, PARTS)).sum(), another.parameters(), retain_graph=True)
 
 
+def transform(model, x):
+    """The gradient by torch.func, whose tensors cannot be read."""
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    torch.func.grad(lambda weights: torch.func.functional_call(model, weights, (x, PARTS)).sum())(weights)
+
+
 def repeat_backward(model, x):
     value = model(x, PARTS).square().sum()
     for is_kept in (True, False):
@@ -132,6 +138,7 @@ DISTURBANCES = (
     lambda e, m, x, o, n, s: train_another(x, other := nn.Linear(2, 2), Descent(other.parameters())),
     lambda e, m, x, o, n, s: compute_another_twice(m, x, nn.Linear(2, 2)),
     lambda e, m, x, o, n, s: repeat_backward(m, x),
+    lambda e, m, x, o, n, s: transform(m, x),
 )
 
 

@@ -38,6 +38,11 @@ def in_backward() -> bool:
     return graph_task() != -1
 
 
+def is_traced() -> bool:
+    """Return whether a transform of :mod:`torch.func` or a tracer runs on this thread."""
+    return function_transforms() is not None or tracing_state() is not None
+
+
 def _do_nothing(*args: object) -> None:
     """Stand for the function of a hook without an owner."""
 
@@ -77,7 +82,7 @@ class Hook:
         if is_compiling():
             self.leave_in_graph(*args)
             return
-        if function_transforms() is not None or tracing_state() is not None or (owner := self.owner()) is None:
+        if (owner := self.owner()) is None:
             return
         context = owner.context
         stopwatch = context.stopwatch
@@ -86,7 +91,7 @@ class Hook:
                 context.is_captured()
                 return
             count_only = context.idle_handlers.get(self.function)
-            if count_only is not None and count_only(*args):
+            if (count_only is not None and count_only(*args)) or is_traced():
                 return
             local = stopwatch.local  # as `Stopwatch.start` and `stop` do
             try:
