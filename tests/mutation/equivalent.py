@@ -195,6 +195,24 @@ EQUIVALENT = {
             )
         ),
         "ikkuna/numerics/statistics/host.py": (
+            *(
+                (change, line, "pieces of another size have the same sum up to rounding")
+                for change, line in (
+                    (
+                        "_LONG if fields == _SQUARES else CHUNK -> _LONG if not fields == _SQUARES else CHUNK",
+                        "size = |_LONG if fields == _SQUARES else CHUNK  # a single reduction needs no cache",
+                    ),
+                    (
+                        "fields == _SQUARES -> fields != _SQUARES",
+                        "size = _LONG if |fields == _SQUARES else CHUNK  # a single reduction needs no cache",
+                    ),
+                )
+            ),
+            (
+                "len(rows) > 1 -> len(rows) >= 1",
+                "return merge_rows(rows) if |len(rows) > 1 else rows[0]",
+                "the merge of one row is this row",
+            ),
             (
                 "flat.numel() > size -> flat.numel() >= size",
                 "chunks = flat.split(size) if |flat.numel() > size else (flat,)",
