@@ -279,8 +279,10 @@ def _is_distribution(p: Tensor, slack: float) -> bool:
     return bool(_normalised_axes(p, slack)) or any(_sum_to_one(p, axes, slack) for axes in behind)
 
 
-def _logarithms(axis_of: Callable[[Tensor], int] | None) -> Callable[[LossCall, Tensor], Given | None]:
-    """Return a judge of logarithms of probabilities along an axis of classes; ``None`` for any axis."""
+def _logarithms(
+    axis_of: Callable[[Tensor], int] | None, of_scores: str = "apply log_softmax to the outputs"
+) -> Callable[[LossCall, Tensor], Given | None]:
+    """Return a judge of logarithms of probabilities along an axis of classes, ``None`` for any, with the advice for scores."""
 
     def judge(call: LossCall, value: Tensor) -> Given | None:
         x, slack = value.float(), _slack(value)
@@ -288,7 +290,7 @@ def _logarithms(axis_of: Callable[[Tensor], int] | None) -> Callable[[LossCall, 
         if bool(above.any()):
             are_probabilities = bool((x >= 0).all()) and _is_distribution(x, slack)
             what = "it gets probabilities" if are_probabilities else f"{_percent(above)} of its elements are above 0"
-            advice = "use log_softmax in place of softmax" if are_probabilities else "apply log_softmax to the outputs"
+            advice = "use log_softmax in place of softmax" if are_probabilities else of_scores
             if are_probabilities and "target" in call.produced_by and "input" not in call.produced_by:
                 what, advice = (
                     f"{what} without a gradient",
@@ -555,7 +557,7 @@ CONTRACTS: Mapping[Callable[..., Any], tuple[Requirement, ...]] = {
     functional.multilabel_soft_margin_loss: (_PROBABILITIES, _SCORES, _WEIGHT),
     functional.nll_loss: (
         _CLASSES,
-        Requirement("input", _LOG_PROBABILITIES, _logarithms(_class_axis), NO_LOG_SOFTMAX),
+        Requirement("input", _LOG_PROBABILITIES, _logarithms(_class_axis, ""), NO_LOG_SOFTMAX),
         _WEIGHT,
     ),
     functional.poisson_nll_loss: (
