@@ -140,7 +140,7 @@ def test_a_gradient_that_ends_between_modules_is_that_of_the_last_parameters_wit
 
     found = checked("no_gradient", Between(), pictures())
     assert found.module == "body"
-    assert "behind this module" in found.advice
+    assert "behind it" in found.advice
 
 
 def test_a_module_with_one_input_that_needs_no_gradient_is_not_blamed():

@@ -91,7 +91,9 @@ class Hook:
                 context.is_captured()
                 return
             count_only = context.idle_handlers.get(self.function)
-            if (count_only is not None and count_only(*args)) or is_traced():
+            if count_only is not None and count_only(*args):
+                return
+            if function_transforms() is not None or tracing_state() is not None:  # as `is_traced` does
                 return
             local = stopwatch.local  # as `Stopwatch.start` and `stop` do
             try:

@@ -45,6 +45,7 @@ def settings_of(group: dict[str, Any]) -> dict[str, float]:
 
     Examples
     --------
+    >>> import torch
     >>> weight = nn.Parameter(torch.ones(1))
     >>> settings_of(torch.optim.AdamW([weight]).param_groups[0])
     {'epsilon': 1e-08, 'weight_decay': 0.01, 'beta1': 0.9, 'beta2': 0.999}

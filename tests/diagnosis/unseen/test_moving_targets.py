@@ -43,4 +43,5 @@ def test_steps_that_are_too_long_are_named(build, findings):
     torch.manual_seed(0)
     program = build()
     program.optimizer = torch.optim.SGD(program.model.parameters(), lr=0.5, momentum=0.99)
-    assert findings(program)["diverges"].severity == "error"
+    named = findings(program)
+    assert "error" in {named[rule].severity for rule in ("diverges", "lr_too_high") if rule in named}
