@@ -268,8 +268,9 @@ def means() -> Found:
                 for _ in range(320):
                     work.step()
                 work.inputs, work.labels = whole
-                work.step() if key == "bare" else None
-            for step in range(320, 320 + periods * rules.PERIOD):
+                for _ in range(rules.PERIOD):  # the loss jumps, which the recorder examines
+                    work.step()
+            for step in range(periods * rules.PERIOD):
                 for key, work in works.items():
                     seconds[key].setdefault(rules.kind_of(step), []).append(timed(work.step))
             steps = [rules.kind_of(step) for step in range(rules.PERIOD)]
@@ -374,7 +375,7 @@ def set_up() -> Found:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     for _ in range(6):
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", SCRIPT],
+            [sys.executable, "-P", "-W", "ignore", "-c", SCRIPT],  # not the package in the working directory
             env=environment,
             stdout=subprocess.PIPE,
             text=True,
