@@ -8,6 +8,7 @@ import ikkuna
 from ikkuna.export import Exporter
 from ikkuna.export.subscriber import CallbackSubscriber, Subscriber
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
+from ikkuna.observation.hooks.hook import Hook
 from ikkuna.testing import RecordingBackend
 from tests.subscribers import EVERY_SUBSCRIBER, NEEDS
 from tests.zoo import CASES, Case, Loop, mlp, vectors
@@ -89,6 +90,35 @@ def test_outputs_that_nothing_uses_change_nothing(kind, layer, batch_first, tmp_
         return model.state_dict()
 
     same(weights(False), weights(True))
+
+
+class Viewed(nn.Module):
+    """Has outputs that are views, are changed in place, or stay unused."""
+
+    def __init__(self):
+        super().__init__()
+        self.cells, self.line, self.flat, self.head = nn.LSTM(3, 8), nn.Linear(8, 8), nn.Flatten(), nn.Linear(40, 2)
+
+    def forward(self, x):
+        _, (state, _) = self.cells(x)
+        return self.head(self.flat(self.line(x.repeat(1, 1, 3)[..., :8] + state[0]).relu_()))
+
+
+def test_every_hook_on_a_tensor_is_guarded(tmp_path, monkeypatch):
+    """A function that is registered as it is would raise its errors in the user's backward."""
+    registered, register = [], torch.Tensor.register_hook
+    monkeypatch.setattr(
+        torch.Tensor, "register_hook", lambda self, hook: registered.append(hook) or register(self, hook)
+    )
+    model, loss = Viewed(), nn.CrossEntropyLoss()
+    monitor = ikkuna.watch(model, loss, log_dir=tmp_path, backend="null", verbosity=0, every=1, preflight=False)
+    for _ in range(2):
+        loss(model(torch.randn(4, 5, 3)), torch.randint(0, 2, (4,))).backward()
+    assert monitor.health().errors == 0
+    monitor.close()
+    functions = {hook.function.__name__ for hook in registered if isinstance(hook, Hook)}
+    assert {"gradient_computed", "base_gradient_computed", "view_gradient_computed"} <= functions
+    assert all(isinstance(hook, Hook) for hook in registered)
 
 
 def scaled_step(loop):

@@ -1,7 +1,6 @@
 """Observes gradients: of what modules return, of micro-batches, and before clipping."""
 
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -77,9 +76,23 @@ class LayerGradientHooks:
                     if output.is_leaf:
                         self.lasting.append(handle)
                 elif _owns_base(module) and base.requires_grad and base.numel() == output.numel() and not base.is_leaf:
-                    base.register_hook(_OfView(output, hook).of_base)
+                    base.register_hook(self._base_hook(_OfView(output), hook))
                 else:
-                    self.lasting += _register_on_view(output, base, hook, outputs)
+                    self.lasting += self._register_on_view(output, base, hook, outputs)
+
+    def _base_hook(self, view: "_OfView", hook: Hook) -> Hook:
+        return Hook(self, LayerGradientHooks.base_gradient_computed, view, *hook.bound)
+
+    def _register_on_view(self, view: Tensor, base: Tensor, hook: Hook, outputs: Leaves) -> list[Any]:
+        """Register hooks on a view and on its base; return the handles of those that would outlive the graph."""
+        is_output = any(base is other for _, other in outputs)
+        if is_output or not base.requires_grad or base.numel() != view.numel():
+            handle = view.register_hook(hook)
+            return [handle] if view.is_leaf else []
+        state = _ViewGradient(view)
+        of_view = Hook(self, LayerGradientHooks.view_gradient_computed, state, *hook.bound)
+        handles = [view.register_hook(of_view), base.register_hook(self._base_hook(state, hook))]
+        return handles if base.is_leaf else []
 
     def _hook(self, site: Site, path: str, sizes: Tensor | None, forward: Forward) -> tuple[Hook, object]:
         """Return the hook of an output, and what native functions register in its place."""
@@ -111,6 +124,26 @@ class LayerGradientHooks:
         if not context.loss_scale.is_used and context.replicas == 1:
             context.native.permit_gradients(recorder, forward, part)
 
+    def view_gradient_computed(
+        self,
+        view: "_ViewGradient",
+        site: Site,
+        path: str,
+        sizes: Tensor | None,
+        forward: Forward,
+        grad: Tensor | None,
+    ) -> None:
+        """Record the gradient of an output that is a view."""
+        view.has_come = True
+        self.gradient_computed(site, path, sizes, forward, grad)
+
+    def base_gradient_computed(
+        self, view: "_OfView", site: Site, path: str, sizes: Tensor | None, forward: Forward, grad: Tensor | None
+    ) -> None:
+        """Record the gradient of an output that is a view from that of its base, unless it comes to the view itself."""
+        if grad is not None:
+            self.gradient_computed(site, path, sizes, forward, view.of_base(grad))
+
     def step_ended(self) -> None:
         """Remove the hooks that would outlive a backward."""
         lasting, self.lasting = self.lasting, []
@@ -127,54 +160,35 @@ def _owns_base(module: nn.Module) -> bool:
 
 
 class _OfView:
-    """Receives the gradient of an output that is a view from its base."""
+    """Makes the gradient of an output that is a view from that of its base."""
 
-    __slots__ = ("computed", "size", "stride")
+    __slots__ = ("size", "stride")
 
-    def __init__(self, view: Tensor, computed: Callable[[Tensor | None], None]) -> None:
-        self.computed = computed
+    def __init__(self, view: Tensor) -> None:
         self.size, self.stride = view.size(), view.stride()
 
-    def of_base(self, grad: Tensor | None) -> None:
-        if grad is not None:
-            self.computed(grad.detach().contiguous().as_strided(self.size, self.stride))
+    def of_base(self, grad: Tensor) -> Tensor | None:
+        return grad.detach().contiguous().as_strided(self.size, self.stride)
 
 
 class _ViewGradient(_OfView):
-    """Receives the gradient of an output that is a view, from the view or from its base.
+    """Knows whether the gradient of an output that is a view comes to the view or to its base.
 
     An in-place operation on a view cuts the view's own hook off without an error; its gradient then arrives at the base.
     """
 
     __slots__ = ("has_come", "version", "view")
 
-    def __init__(self, view: Tensor, computed: Callable[[Tensor | None], None]) -> None:
-        super().__init__(view, computed)
+    def __init__(self, view: Tensor) -> None:
+        super().__init__(view)
         self.has_come = False
         self.view = weakref.ref(view)
         self.version = view._version
 
-    def of_view(self, grad: Tensor | None) -> None:
-        self.has_come = True
-        self.computed(grad)
-
-    def of_base(self, grad: Tensor | None) -> None:
+    def of_base(self, grad: Tensor) -> Tensor | None:
         view = self.view()
-        if not self.has_come and (view is None or view._version != self.version):
-            super().of_base(grad)
-
-
-def _register_on_view(
-    view: Tensor, base: Tensor, computed: Callable[[Tensor | None], None], outputs: Leaves
-) -> list[Any]:
-    """Register hooks on a view and on its base; return the handles of those that would outlive the graph."""
-    is_output = any(base is other for _, other in outputs)
-    if is_output or not base.requires_grad or base.numel() != view.numel():
-        handle = view.register_hook(computed)
-        return [handle] if view.is_leaf else []
-    gradient = _ViewGradient(view, computed)
-    handles = [view.register_hook(gradient.of_view), base.register_hook(gradient.of_base)]
-    return handles if base.is_leaf else []
+        is_cut_off = not self.has_come and (view is None or view._version != self.version)
+        return super().of_base(grad) if is_cut_off else None
 
 
 class MicroGradientHooks:
