@@ -262,7 +262,7 @@ def means() -> Found:
         with tempfile.TemporaryDirectory() as directory:
             works = attached(make, {"bare": bare, "default": default(directory, 10)})
             seconds: dict[str, dict[int, list[float]]] = {key: {} for key in works}
-            for key, work in works.items():
+            for work in works.values():
                 whole = work.inputs, work.labels
                 work.inputs, work.labels = map(small, whole)
                 for _ in range(320):
