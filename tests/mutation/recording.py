@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,9 @@ class _Recording:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
+        if sys.gettrace() is None:  # the test before has traced, and ended the recording
+            self._coverage.stop()
+            self._coverage.start()
         self._coverage.switch_context(item.nodeid)
         try:
             return (yield)
