@@ -9,6 +9,8 @@ import pytest
 
 from tests.mutation.mutants import LOGIC
 
+_INTERRUPTED = 303  # in `tests/faults.py`: exceptions of signal handlers at any moment
+
 
 class _Recording:
     def __init__(self, folder: Path, worker: str) -> None:
@@ -23,7 +25,10 @@ class _Recording:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
-        if sys.gettrace() is None:  # the test before has traced, and ended the recording
+        if any(_INTERRUPTED in marker.args for marker in item.iter_markers("fault")):  # coverage may hold a lock then
+            self._coverage.stop()
+            return (yield)
+        if sys.gettrace() is None:  # the test before has traced, or was not recorded
             self._coverage.stop()
             self._coverage.start()
         self._coverage.switch_context(item.nodeid)
