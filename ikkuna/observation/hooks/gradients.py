@@ -172,7 +172,7 @@ class _OfView:
 
 
 class _ViewGradient(_OfView):
-    """Knows whether the gradient of an output that is a view comes to the view or to its base.
+    """Remembers whether the gradient of an output that is a view has come to the view, or else comes to its base.
 
     An in-place operation on a view cuts the view's own hook off without an error; its gradient then arrives at the base.
     """
