@@ -174,8 +174,7 @@ class RandomNumbers:
     """
 
     def __init__(self) -> None:
-        self._before: object = None
-        self._opened: object = None
+        self._before, self._opened = object(), object()  # they equal nothing
 
     def step_opened(self) -> None:
         """Read the state at the beginning of a step."""

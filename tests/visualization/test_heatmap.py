@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from ikkuna.backends import mpl, tensorboard
-from ikkuna.backends.pictures import cells as drawing
+from ikkuna.backends.pictures import cells as cell_pictures
 from ikkuna.backends.pictures.cells import draw_heatmap, encode_png, grouped
 from ikkuna.backends.pictures.drawing import draw_chart
 from ikkuna.backends.pictures.heatmap import CAPACITY, Heatmap, HeatmapView
@@ -221,7 +221,7 @@ def test_heat_maps_are_drawn_in_a_daemon_thread_while_training_goes_on(tmp_path,
         gate.wait(60)
         return draw_heatmap(view)
 
-    monkeypatch.setattr(drawing, "draw_heatmap", draw)
+    monkeypatch.setattr(cell_pictures, "draw_heatmap", draw)
     monkeypatch.setattr(tensorboard, "_DRAWING_INTERVAL", 0.01)
     backend = TensorBoardBackend()
     backend.open(tmp_path)
@@ -252,7 +252,7 @@ def test_closing_a_run_draws_every_picture_with_its_last_values(tmp_path, monkey
         drawn[view.quantity.unit] = view.lines[0].steps[-1]
         return draw_chart(view, *arguments)
 
-    monkeypatch.setattr(drawing, "draw_heatmap", draw)
+    monkeypatch.setattr(cell_pictures, "draw_heatmap", draw)
     monkeypatch.setattr(mpl, "draw_chart", draw)
     run = Run(tmp_path)
     for step in range(3):
@@ -270,7 +270,7 @@ def test_closing_a_run_draws_every_picture_with_its_last_values(tmp_path, monkey
 def test_a_quiet_run_does_not_warn_of_drawings(verbosity, tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO", "ikkuna")
     gate = threading.Event()
-    monkeypatch.setattr(drawing, "draw_heatmap", lambda view: gate.wait(60) and draw_heatmap(view))
+    monkeypatch.setattr(cell_pictures, "draw_heatmap", lambda view: gate.wait(60) and draw_heatmap(view))
     run = Run(tmp_path, settings=RunSettings(verbosity=verbosity))
     for step in range(2):
         for name in ("a", "b"):
@@ -284,7 +284,7 @@ def test_a_quiet_run_does_not_warn_of_drawings(verbosity, tmp_path, monkeypatch,
 
 def test_closing_does_not_wait_for_a_drawing(tmp_path, monkeypatch, caplog):
     gate = threading.Event()
-    monkeypatch.setattr(drawing, "draw_heatmap", lambda view: gate.wait(60) and draw_heatmap(view))
+    monkeypatch.setattr(cell_pictures, "draw_heatmap", lambda view: gate.wait(60) and draw_heatmap(view))
     backend = TensorBoardBackend()
     backend.open(tmp_path)
     training(backend, 2)
@@ -299,7 +299,7 @@ def test_a_failing_picture_is_logged_once_and_costs_no_values(tmp_path, monkeypa
     def fail(view):
         raise OSError("no font")
 
-    monkeypatch.setattr(drawing, "draw_heatmap", fail)
+    monkeypatch.setattr(cell_pictures, "draw_heatmap", fail)
     backend = TensorBoardBackend()
     backend.open(tmp_path)
     training(backend, 2)
@@ -316,7 +316,7 @@ def test_a_failing_picture_is_logged_once_and_costs_no_values(tmp_path, monkeypa
 
 def test_rows_are_in_the_order_of_the_network(monkeypatch):
     views = []
-    monkeypatch.setattr(drawing, "draw_heatmap", lambda view: views.append(view) or draw_heatmap(view))
+    monkeypatch.setattr(cell_pictures, "draw_heatmap", lambda view: views.append(view) or draw_heatmap(view))
     made, _ = image(ModuleOrder([ModuleEntry(name, "Linear") for name in ("stem", "body.2", "body.10", "a")]))
     for step in range(2):
         add(made, step, dict.fromkeys(("a", "new", "body.10", "body.2:1", "body.2", "stem"), 1.0))

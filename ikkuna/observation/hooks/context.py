@@ -598,7 +598,7 @@ class HookContext:
     @is_paused.setter
     def is_paused(self, is_paused: bool) -> None:
         self.native.close()
-        self.tracker.state  # noqa: B018  # steps that are only counted end
+        _ = self.tracker.state  # any use of the tracker ends the counting of steps beside it
         self._is_paused = is_paused
 
     @property

@@ -380,8 +380,10 @@ class LossHooks:
             path = self._path(len(tracker.optimizers.stepped))
             recorder.receive(context.sites("loss"), loss, path, "total", part=part)
         value = loss
-        for each in () if value is not None else self._losses:
-            value = each() if value is None else value
+        for each in self._losses:
+            if value is not None:
+                break
+            value = each()
         if value is not None and value.is_cpu and is_one_number(value) and not math.isfinite(value.item()):
             self._report_broken_weights()
         if not (self._was_called or self._knows_labels):

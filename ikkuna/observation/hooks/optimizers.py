@@ -127,8 +127,8 @@ def _step_ends(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
         hooks.ends(optimizer, args, kwargs)
 
 
-for _function in (_step_begins, _step_ends):
-    call_from_compiled(_function)
+call_from_compiled(_step_begins)
+call_from_compiled(_step_ends)
 
 
 _GRADIENT = attrgetter("parameter.grad")
@@ -272,8 +272,7 @@ class OptimizerHooks:
 
     def before_close(self) -> None:
         """Record the updates of parameters that several optimizers own."""
-        if self.table.copied or self.table.before:
-            self.table.updates(self.context.parameters.all)
+        self.table.updates(self.context.parameters.all)
         if self.untrained.settled is None:
             self.untrained.step_ended()
 

@@ -194,8 +194,6 @@ class Part:
 
     def clear(self, rows: Iterable[int] | None = None) -> None:
         """Empty some rows, or all."""
-        if self.is_clear:
-            return
         rows = None if rows is None else list(rows)
         self.host.clear(rows)
         for statistics in self.devices.values():
