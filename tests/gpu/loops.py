@@ -1,6 +1,10 @@
 """Training runs of the small models on any device, with or without an exporter."""
 
-from contextlib import nullcontext
+import threading
+import warnings
+from contextlib import contextmanager, nullcontext
+
+import torch
 
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
@@ -64,3 +68,24 @@ def published(name, device, classes=STATISTICS, kinds=KINDS, around=nullcontext)
     health = exporter.health()
     assert (health.errors, health.dropped, health.skipped) == (0, 0, 0)
     return {(series.kind, series.name, step): value for series, value, step in backend.values}
+
+
+@contextmanager
+def waits_of_training():
+    """Yield a list of the synchronisations that torch finds in this thread; the thread of ikkuna is meant to wait."""
+    found, mine, before = [], threading.get_ident(), torch.cuda.get_sync_debug_mode()
+
+    def show(message, *args, **kwargs):
+        if threading.get_ident() == mine and "called a synchronizing" in str(
+            message
+        ):  # torch also says that this is a prototype
+            found.append(str(message))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)

@@ -9,7 +9,7 @@ from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.testing import RecordingBackend
-from tests.gpu.loops import HISTOGRAMS, KINDS, STEPS, DeviceLoop, published, subscribers, watched
+from tests.gpu.loops import HISTOGRAMS, KINDS, STEPS, DeviceLoop, published, subscribers, waits_of_training, watched
 
 pytestmark = pytest.mark.gpu
 
@@ -63,18 +63,14 @@ def test_training_is_bit_identical(name, device, deterministic):
 
 @pytest.mark.parametrize("name", ["mlp", "conv-bn-dropout", "lstm", "mlp-accumulated", "checkpointed"])
 def test_no_step_waits_for_the_device(name, device):
-    """torch raises an error where the host waits; with ``on_error="raise"`` none is caught."""
     loop, backend = DeviceLoop(name, device), RecordingBackend()
     exporter = watched(loop, subscribers(backend))
     loop.run(1)  # allocates buffers and loads kernels
     torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_of_training() as found:
         loop.run(STEPS - 1)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
     exporter.close()
+    assert found == []
     assert exporter.health().errors == 0
     assert {step for _, _, step in backend.values} == set(range(STEPS))
 

@@ -1,38 +1,15 @@
 """Training on CUDA with every installed subscriber, with checkpoints on the host, and without memory for a kernel."""
 
-import threading
-import warnings
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from ikkuna.numerics.statistics.device import triton_launcher
 from ikkuna.testing import RecordingBackend
-from tests.gpu.loops import STEPS, DeviceLoop, subscribers, watched
+from tests.gpu.loops import STEPS, DeviceLoop, subscribers, waits_of_training, watched
 from tests.subscribers import EVERY_SUBSCRIBER
 
 pytestmark = pytest.mark.gpu
-
-
-@contextmanager
-def waits_of_training():
-    """Yield a list of the synchronisations that torch finds in this thread; the thread of ikkuna is meant to wait."""
-    found, mine, before = [], threading.get_ident(), torch.cuda.get_sync_debug_mode()
-
-    def show(message, *args, **kwargs):
-        if threading.get_ident() == mine:
-            found.append(str(message))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = show
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield found
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
 
 
 @pytest.mark.parametrize("name", ["mlp", "conv-bn-dropout"])
