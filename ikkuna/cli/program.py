@@ -35,7 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     terminal = Terminal()
     with _logging_to(terminal):
         try:
-            return _run(sys.argv[1:] if arguments is None else list(arguments), terminal)
+            status = _run(sys.argv[1:] if arguments is None else list(arguments), terminal)
+            terminal.flush()
+            return status
         except BrokenPipeError:  # the reader of a pipe, such as `head`, has ended
             terminal.abandon()
             return 0
@@ -59,7 +61,6 @@ def _run(arguments: list[str], terminal: Terminal) -> int:
         return 0
     terminal.as_json = options.json
     status: int = options.run(options, terminal)
-    terminal.flush()
     return status
 
 
@@ -67,7 +68,7 @@ class _Formatter(argparse.HelpFormatter):
     """Writes the name of each command and its help in one line."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28)
+        super().__init__(prog)
         self._action_max_length = 16  # argparse does not count the indentation of commands
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ def test_help_lists_every_command_and_imports_no_heavy_package():
         print({"torch", "numpy", "matplotlib", "tensorboardX", "jinja2"} & set(sys.modules))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("set()\n")
+    assert re.search("\n    tensorboard  {1,3}start", done.stdout)  # the longest name, close to its help
     for name in NAMES:
         assert f"\n    {name}" in done.stdout
         summary = load_command(name).__doc__.partition("\n")[0].removesuffix(".")
@@ -113,13 +115,16 @@ def test_an_unexpected_exception_names_the_way_to_its_traceback(added, capsys, m
         cli.main([name])
 
 
-def test_a_reader_that_ends_early_causes_no_error():
+@pytest.mark.parametrize("arguments", [["--help"], ["list", "presets"]])
+def test_a_reader_that_ends_early_causes_no_error(arguments):
+    """The output is buffered, so that nothing is written before the end."""
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "ikkuna", "--help"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "ikkuna", *arguments]
     with os.fdopen(writing, "w") as pipe:
-        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.stderr == ""
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_encoding_without_these_characters_replaces_them():

@@ -43,11 +43,20 @@ def ended(directory, fails=55, columns=11, classes=3):
     return done.stderr
 
 
+@pytest.fixture(scope="module")
+def ended_at_once(tmp_path_factory):
+    """The directory of a program that ends in its first step."""
+    directory = tmp_path_factory.mktemp("ended")
+    ended(directory, 0)
+    return directory
+
+
 @pytest.mark.parametrize("fails", [0, 1, 55])
-def test_check_names_the_exception_the_step_the_module_and_the_line(fails, tmp_path, monkeypatch, capsys):
-    ended(tmp_path, fails)
-    monkeypatch.chdir(tmp_path)
-    assert main(["check", "runs", "--json"]) == 1
+def test_check_names_the_exception_the_step_the_module_and_the_line(fails, ended_at_once, tmp_path, capsys):
+    directory = tmp_path if fails else ended_at_once
+    if fails:
+        ended(directory, fails)
+    assert main(["check", str(directory / "runs"), "--json"]) == 1
     [finding] = json.loads(capsys.readouterr().out)["findings"]
     assert (finding["rule"], finding["severity"]) == ("ended_by_exception", "error")
     assert (finding["step"], finding["module"], finding["class_name"]) == (fails, "0", "Linear")
@@ -58,10 +67,9 @@ def test_check_names_the_exception_the_step_the_module_and_the_line(fails, tmp_p
 
 
 @pytest.mark.parametrize("command", ["summary", "report", "runs", "why"])
-def test_the_other_commands_read_such_a_run(command, tmp_path, monkeypatch, capsys):
-    ended(tmp_path, 0)
+def test_the_other_commands_read_such_a_run(command, ended_at_once, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main([command, "runs"]) == 0
+    assert main([command, str(ended_at_once / "runs")]) == 0
     told = (tmp_path / "report.html").read_text() if command == "report" else capsys.readouterr().out
     assert command == "why" or "ended_by_exception" in told
 

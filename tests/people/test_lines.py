@@ -84,11 +84,9 @@ def test_a_terminal_shows_lines_of_its_width():
     assert all(line.startswith(" " * 8) and len(line) <= 60 for line in lines[1:])
 
 
-def test_with_verbosity_0_nothing_is_printed(tmp_path):
-    assert lines_of(tmp_path, "verbosity=0") == []
-
-
-def test_the_lines_are_written_at_the_end_of_the_process_without_close(tmp_path):
+def test_with_verbosity_0_nothing_is_printed_and_without_close_the_lines_are_written_at_the_end_of_the_process(
+    tmp_path,
+):
     more = """
 import ikkuna, torch
 model = torch.nn.Linear(2, 1)
@@ -99,9 +97,10 @@ for _ in range(3):
     model(torch.ones(4, 2)).mean().backward()
     optimizer.step()
 """
-    last = lines_of(tmp_path, "verbosity=0", more)[-3:]
-    assert last[0] == "ikkuna: Linear: 3 steps, in 'run/open'"
-    assert last[1] == "ikkuna: no findings; no rules"
+    first, *_, steps, findings, _ = lines_of(tmp_path, "verbosity=0", more)
+    assert first.startswith("ikkuna: the labels cannot be seen")
+    assert steps == "ikkuna: Linear: 3 steps, in 'run/open'"
+    assert findings == "ikkuna: no findings; no rules"
 
 
 def test_findings_show_themselves_in_a_notebook():

@@ -58,7 +58,7 @@ def server(writer, tmp_path):
     (tmp_path / "outside").mkdir()
     (tmp_path / "runs" / "run0002").symlink_to(tmp_path / "outside")
     with RunServer(tmp_path / "runs") as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))  # seconds between looks at `shutdown`
         thread.start()
         yield server
         server.shutdown()
@@ -209,7 +209,7 @@ def test_hostile_names_stay_text(tmp_path):
     )
     hostile.backend.close()
     with RunServer(tmp_path) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))  # seconds between looks at `shutdown`
         thread.start()
         try:
             quoted = urllib.parse.quote(name)
