@@ -514,7 +514,6 @@ class TensorBoardBackend(FileBackend):
         for summary, names, places in template.summaries:
             if len(names) > 1:
                 summary.heatmap.add(step, names, numbers[places])
-                self._thread.open()
 
     def _new_step(
         self, groups: tuple[SeriesGroup, ...], arrays: Sequence[NDArray[np.float64]]
@@ -531,6 +530,8 @@ class TensorBoardBackend(FileBackend):
         counts = [len(values) for values in arrays]
         template = self._steps[groups] = StepTemplate([self._templates[group] for group in groups], counts)
         for summary, names, _ in template.summaries:
+            if len(names) > 1:
+                self._thread.open()
             if len(names) > summary.size:
                 summary.size, self._may_have_changed = len(names), True
         return template, titled

@@ -4,6 +4,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -206,11 +207,11 @@ class StepCapture:
         tensors: list[KeptTensor] = []
         if (size := size_of(call)) > self._max_bytes:
             self._refuse(f"batches of more than {self._max_bytes} bytes are not kept")
-        elif (kept := self._copied(lambda: copy_values(call, lambda x: self._kept(x, tensors)))) is not None:
+        elif (kept := self._copied(partial(copy_values, call, partial(self._kept, tensors)))) is not None:
             calls.append(kept)
             self._count(step, tensors, size)
 
-    def _kept(self, tensor: Tensor, tensors: list[KeptTensor]) -> KeptTensor:
+    def _kept(self, tensors: list[KeptTensor], tensor: Tensor) -> KeptTensor:
         """Return a reference to a tensor, or a copy, and append it to `tensors`."""
         kept = self._reference_or_copy(tensor.detach())
         tensors.append(kept)
@@ -352,7 +353,7 @@ def copy_values(value: Any, of_tensor: Callable[[Tensor], Any] = _clone) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, tuple | list) and type(value) in (tuple, list, torch.Size):
-        return type(value)([copy_values(item, of_tensor) for item in value])
+        return type(value)([of_tensor(x) if type(x) is Tensor else copy_values(x, of_tensor) for x in value])
     if isinstance(value, Mapping):
         return {str(key): copy_values(item, of_tensor) for key, item in value.items()}
     raise CannotCopyError(
@@ -364,5 +365,7 @@ def size_of(value: Any) -> int:
     """Return the number of bytes of all tensors in a nested value."""
     if isinstance(value, Tensor):
         return value.numel() * value.itemsize
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return sum(map(size_of, items))
+    total = 0
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        total += item.numel() * item.itemsize if isinstance(item, Tensor) else size_of(item)
+    return total

@@ -341,7 +341,7 @@ class GlobalNormSubscriber(PlotSubscriber):
         """Emit the norm of all tensors of the step."""
         norms, self._norms = self._norms, []
         if norms:
-            self.emit(NetworkMessage(stamp, self.publishes[0]), math.hypot(*norms))
+            self.emit(NetworkMessage(stamp, self.publishes[0]), math.hypot(*norms), self.publishes[0])
 
 
 def _common_name(names: tuple[str, ...]) -> str:

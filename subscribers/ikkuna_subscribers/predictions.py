@@ -278,9 +278,9 @@ class TrainAccuracySubscriber(PlotSubscriber):
         correct, valid, broken = bundle.data
         self._correct.update(correct)
         self._valid.update(valid)
-        if not self._valid.value:
+        if not (count := self._valid.value):
             return
-        self.emit(bundle, self._correct.value / self._valid.value, self.publishes[0])
+        self.emit(bundle, self._correct.value / count, self.publishes[0])
         if len(self.publishes) > 1:
             self.emit(bundle, broken, self.publishes[1])
 

@@ -52,9 +52,10 @@ class LearningRateSubscriber(PlotSubscriber):
             return
         reported = (message.data or {}).get("learning_rates", {})
         rates = {name: rate for name, rate in reported.items() if rate is not None}
+        is_single = list(rates) == ["0"]
         for name, rate in rates.items():
             group = f"group {name}" if name.isdigit() else name
-            self.emit(replace(message, path="" if list(rates) == ["0"] else group), rate)
+            self.emit(message if is_single else replace(message, path=group), rate, self.publishes[0])
 
 
 class SpikeScoreSubscriber(PlotSubscriber):

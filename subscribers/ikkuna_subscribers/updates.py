@@ -103,9 +103,9 @@ class RatioSubscriber(PlotSubscriber):
 
     def compute_batch(self, batch: MessageBatch) -> None:
         """Emit the ratios of all modules."""
-        dividend, divisor = (_magnitudes(batch[kind]) for kind in self.kinds)
+        dividend, divisor = map(_magnitudes, batch.parts.values())
         with np.errstate(all="ignore"):
-            self.emit_batch(batch, np.where(divisor != 0, dividend / divisor, math.nan))
+            self.emit_batch(batch, np.where(divisor != 0, dividend / divisor, math.nan), self.publishes[0])
 
 
 def _magnitudes(batch: MessageBatch) -> NDArray[np.float64]:

@@ -291,6 +291,7 @@ def finished(bus, skipped=False, observer=None):
         rates={},
         arrived=bool,
         complete=list,
+        taken=list,
     )
     return Finished(rows, NetworkMessage(stamp, "batch_finished", {}), observer)
 

@@ -561,7 +561,7 @@ def test_a_frozen_weight_is_no_loss(bus):
 @pytest.mark.fault(46)
 def test_an_incomplete_bundle_is_dropped_and_counted():
     registered = Registered(CallbackSubscriber(["activations", "layer_gradients"], lambda _: None, join=True))
-    assert registered.join(MessageBatch.of(ModuleMessage(Stamp(0, 0, 0), "activations", module="a"))) is None
+    assert registered.join([MessageBatch.of(ModuleMessage(Stamp(0, 0, 0), "activations", module="a"))]) == []
     registered.drop_incomplete(Stamp(0, 0, 0))
     assert registered.dropped == 1
 

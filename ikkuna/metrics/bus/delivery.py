@@ -11,7 +11,7 @@ The exporter appends finished steps and events to the queue of a `Delivery`, whi
 """
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -51,11 +51,8 @@ class Measurements(Protocol):
     def complete(self) -> None:
         """Merge the measurements of all devices and ranks, waiting if necessary."""
 
-    def batches(self, registered: Registered) -> Iterable[MessageBatch]:
-        """Return what a subscriber takes, one batch for each kind."""
-
-    def step(self, registered: Registered) -> MeasuredStep:
-        """Return what a subscriber takes, of which batches are made when it reads them."""
+    def taken(self) -> Sequence[tuple[Registered, Sequence[MessageBatch], MeasuredStep | None]]:
+        """Return what each subscriber takes: one batch for each kind, or a step, of which batches are made when it reads them."""
 
     def abandon(self) -> None:
         """Forget the step, which is not delivered."""
@@ -212,36 +209,41 @@ class Delivery:
                 self.pass_on(registered, early[registered])
                 continue
             is_sampled = None if batch.stamp is not stamp else registered in sampled
-            if (selected := registered.select(batch, is_sampled)) is not None:
+            if is_sampled and registered.subscription.modules is None and not registered.disabled:
+                selected: MessageBatch | None = batch  # a call less
+            else:
+                selected = registered.select(batch, is_sampled)
+            if selected is not None:
                 self.expected.setdefault(registered, []).append(selected)
 
-    def deliver(self, registered: Registered, *batches: MessageBatch, early: _Early | None = None) -> None:
+    def deliver(
+        self,
+        registered: Registered,
+        *batches: MessageBatch,
+        step: MeasuredStep | None = None,
+        early: _Early | None = None,
+    ) -> None:
         """Deliver messages to one subscriber, one batch for each kind; those of joined kinds wait for their partners.
+
+        A subscriber that takes whole steps receives these after results of others, which are batches.
 
         An error in one batch, or in one message if the subscriber takes messages one by one, loses no other.
         Its results are passed on at the end, also after an error; with `early`, they are kept there.
         """
         subscriber, call_each = registered.subscriber, self.error_guard.call_each
-        if registered.disabled or not batches:
+        if registered.disabled:
             return
-        if registered.subscription.is_joined:
-            complete = (batch if batch.parts else registered.join(batch) for batch in batches)
-            batches = tuple(batch for batch in complete if batch is not None)
-        if registered.takes_batches:
-            call_each(registered, "compute", subscriber.compute_batch, batches)
-        else:
-            call_each(registered, "compute", subscriber.compute, chain.from_iterable(batches))
+        complete = registered.join(batches) if registered.subscription.is_joined else batches
+        if complete and registered.takes_batches:
+            call_each(registered, "compute", subscriber.compute_batch, complete)
+        elif complete:
+            call_each(registered, "compute", subscriber.compute, chain.from_iterable(complete))
+        if step is not None:
+            call_each(registered, "compute", subscriber.compute_step, (step,))
         if early is not None:
             early[registered] = subscriber.take_results()
         elif subscriber._untaken:
             self.pass_on(registered, subscriber.take_results())
-
-    def deliver_step(self, registered: Registered, results: Iterable[MessageBatch], step: MeasuredStep) -> None:
-        """Deliver what was measured to a subscriber that takes whole steps, after results of others."""
-        self.deliver(registered, *results)
-        self.error_guard.call_each(registered, "compute", registered.subscriber.compute_step, (step,))
-        if registered.subscriber._untaken:
-            self.pass_on(registered, registered.subscriber.take_results())
 
     def deliver_expected(self) -> None:
         """Deliver events and results to the subscribers that take them, in the order of registration.
@@ -384,13 +386,11 @@ class Finished(Item):
         is_late = False
         bus.step = rows.stamp, rows.sampled
         try:
-            for registered in rows.subscriptions:
-                if not registered.disabled and (not rows.skipped or registered.subscriber.sees_skipped):
+            for registered, batches, step in rows.taken():
+                if not rows.skipped or registered.subscriber.sees_skipped:
                     results = bus.expected.pop(registered, ())  # of the subscribers before it
-                    if registered.takes_steps:
-                        bus.deliver_step(registered, results, rows.step(registered))
-                    else:
-                        bus.deliver(registered, *results, *rows.batches(registered))
+                    if results or batches or step is not None:
+                        bus.deliver(registered, *results, *batches, step=step)
             if event is not None and event.kind in bus.by_kind:
                 bus.expect(event, _NONE if rows.skipped else self.early)
             if bus.expected:
@@ -406,14 +406,14 @@ class Finished(Item):
 
     def end(self, bus: Delivery) -> None:
         """Deliver the end of the step, after all of its results."""
-        rows = self.rows
+        rows, stamp = self.rows, (self.rows.stamp,)
         bus.step = rows.stamp, rows.sampled
         for registered in rows.subscriptions:
             if registered in bus.expected:  # others have published it at the end
                 bus.deliver(registered, *bus.expected.pop(registered))
             is_asked = registered.finishes and (not rows.skipped or registered.subscriber.sees_skipped)
             if is_asked and not registered.disabled:
-                bus.error_guard.call(registered, "finish", registered.subscriber.finish, rows.stamp)
+                bus.error_guard.call_each(registered, "finish", registered.subscriber.finish, stamp)
             if registered.subscriber._untaken:  # also what was emitted in `measure`
                 bus.pass_on(registered, registered.subscriber.take_results())
         bus.settle()

@@ -58,6 +58,9 @@ class BatchNames:
         return BatchNames(*(tuple(part[i] for i in chosen) for part in (self.modules, self.paths, self.names)))
 
 
+_NETWORK = BatchNames((None,), ("",), (None,))
+
+
 @dataclass(eq=False, slots=True)
 class MessageBatch:
     """The messages of one kind and step; ``batch[i]`` is one of them.
@@ -79,7 +82,7 @@ class MessageBatch:
         ``(messages,)``, the numbers of a result; or the row of each message, if the subscriber measures the tensors itself.
     parts : mapping of str to MessageBatch
         The batches by kind, in the order of the subscription's kinds, if they are joined.
-    messages : sequence of Message
+    messages : sequence of Message or MessageBundle
         The messages, if they were not made of arrays, such as an event.
 
     Examples
@@ -95,14 +98,15 @@ class MessageBatch:
     statistics: Records | None = None
     data: NDArray[np.float64] | Sequence[Any] | None = None
     parts: Mapping[str, "MessageBatch"] = field(default_factory=dict)
-    messages: Sequence[Message] = ()
+    messages: Sequence[Any] = ()
 
     @classmethod
     def of(cls, message: Message) -> "MessageBatch":
         """Return the batch of one message."""
         module, path = getattr(message, "module", None), getattr(message, "path", "")
+        is_plain = module is None and not path
         data = np.array([message.data]) if isinstance(message.data, float) else [message.data]
-        names = BatchNames((module,), (path,), (message.series_name,))
+        names = _NETWORK if is_plain else BatchNames((module,), (path,), (message.series_name,))
         return cls(message.stamp, message.kind, names, data=data, messages=(message,))
 
     @classmethod
@@ -110,6 +114,13 @@ class MessageBatch:
         """Return the batch of several kinds, which have the same modules and paths; their names are those of the first kind."""
         first = next(iter(parts.values()))
         return cls(first.stamp, first.kind, first.names, data=data, parts=parts)
+
+    @classmethod
+    def of_network(cls, stamp: Stamp, kinds: Sequence[str], data: Any) -> "MessageBatch":
+        """Return the batch of several kinds of the whole network, with the row that a subscriber has measured of them together."""
+        messages = {kind: NetworkMessage(stamp, kind) for kind in kinds}
+        parts = {kind: cls(stamp, kind, _NETWORK, data=[None], messages=(each,)) for kind, each in messages.items()}
+        return cls(stamp, kinds[0], _NETWORK, data=[data], parts=parts, messages=(MessageBundle(messages, data),))
 
     @property
     def records(self) -> Records:
@@ -123,7 +134,7 @@ class MessageBatch:
         if self.statistics is None:
             if isinstance(self.data, np.ndarray):
                 self.statistics = Records.of(self.data)
-            elif len(self.messages) == 1 and self.messages[0].record is not None:
+            elif len(self.messages) == 1 and not self.parts and self.messages[0].record is not None:
                 self.statistics = Records.of_record(self.messages[0].record)
             else:
                 raise ConfigError(
@@ -135,7 +146,7 @@ class MessageBatch:
         return len(self.names.names)
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self.__getitem__, range(len(self)))
+        return iter(self.messages) if self.messages else map(self.__getitem__, range(len(self)))
 
     @overload
     def __getitem__(self, key: int) -> Any: ...

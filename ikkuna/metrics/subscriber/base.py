@@ -17,7 +17,7 @@ from ikkuna.backends.loggers import is_target
 from ikkuna.backends.run import Run
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.metrics.messages.batch import BatchNames, MeasuredStep, MessageBatch
-from ikkuna.metrics.messages.message import Message, MessageBundle
+from ikkuna.metrics.messages.message import Message, MessageBundle, NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.metrics.subscriber.state import DeferredRow, pack, types_in, unpack
 from ikkuna.metrics.subscriber.subscription import ModulePattern, Schedule, Subscription, SynchronizedSubscription
@@ -33,6 +33,7 @@ _MOST_NAMES = 100_000
 _MOST_GROUPS = 1024
 _Name = tuple[str | None, str, str | None]
 """Module, path and name of a message."""
+_NETWORK: _Name = None, "", None
 MERGES = ("sum", "min", "max", "last", "ranks")
 """How the rows of one module and path are merged over calls, micro-batches and ranks.
 
@@ -113,13 +114,13 @@ class Later(NamedTuple):
     then: Callable[[Pending[Any]], None]
 
 
-class _Number(NamedTuple):
-    """A number of one message, which is published and shown together with others of its kind and step."""
+class _Numbers(NamedTuple):
+    """Numbers of single messages of one kind and step, which are published and shown together."""
 
     stamp: Stamp
-    name: _Name
     kind: str
-    value: float
+    names: list[_Name]
+    values: list[float]
 
 
 class _RegisteringType(ABCMeta):
@@ -323,7 +324,10 @@ class Subscriber(metaclass=_RegisteringType):
         self.title = title
         self.ylims = ylims
         self._host: Host | None = None
-        self._untaken: list[Result | Later | _Number] = []
+        self._untaken: list[Result | Later | _Numbers] = []
+        self._untaken_numbers: dict[
+            tuple[int, str], _Numbers
+        ] = {}  # those among them, by the id of the stamp, and the kind
         self._known_names: dict[tuple[_Name, ...], BatchNames] = {}
         self._curve_groups: dict[tuple[BatchNames, str, str], SeriesGroup] = {}
         self.evaluate: Callable[..., None] | None = None
@@ -521,9 +525,19 @@ class Subscriber(metaclass=_RegisteringType):
         ConfigError
             If `kind` is not among ``publishes``.
         """
-        kind = kind if kind in self.publishes else self._checked_kind(kind)
-        first = message.first if isinstance(message, MessageBundle) else message
-        self._keep_result(_Number(first.stamp, _name(first), kind, float(value)))
+        kind, value = kind if kind in self.publishes else self._checked_kind(kind), float(value)
+        if (host := self._host) is None:
+            return
+        first: Message = message.first if isinstance(message, MessageBundle) else message
+        key = id(first.stamp), kind
+        if (numbers := self._untaken_numbers.get(key)) is None:
+            numbers = self._untaken_numbers[key] = _Numbers(first.stamp, kind, [], [])
+            self._untaken.append(numbers)
+        is_plain = type(first) is NetworkMessage and not first.path
+        numbers.names.append(_NETWORK if is_plain else _name(first))
+        numbers.values.append(value)
+        if not host.thread.subscriber_is_running:
+            host.take_results(self)
 
     def _checked_kind(self, kind: str | None) -> str:
         if not self.publishes:
@@ -555,8 +569,10 @@ class Subscriber(metaclass=_RegisteringType):
             If there is not one value for each message.
         """
         kind = kind if kind in self.publishes else self._checked_kind(kind)
-        if self._host is not None:
-            self._keep_result(self._result_of(batch.stamp, batch.names, kind, values, is_published=True))
+        if (host := self._host) is not None:
+            self._untaken.append(self._result_of(batch.stamp, batch.names, kind, values, is_published=True))
+            if not host.thread.subscriber_is_running:
+                host.take_results(self)
 
     def show(self, message: Message | MessageBundle, value: Any) -> None:
         """Show `value` under the kind and name of `message`, without publishing it.
@@ -588,7 +604,7 @@ class Subscriber(metaclass=_RegisteringType):
 
     def _show(self, message: Message, value: Any, kind: str) -> None:
         if self._host is not None:
-            [series] = self._curve_group(self._batch_names([_name(message)]), kind, message.tag).series
+            [series] = self._curve_group(self._batch_names((_name(message),)), kind, message.tag).series
             self._keep_result(Result(*shown(series, value, message.global_step), message.stamp))
 
     def _result_of(self, stamp: Stamp, names: BatchNames, kind: str, values: Any, is_published: bool) -> Result:
@@ -610,16 +626,15 @@ class Subscriber(metaclass=_RegisteringType):
             found = self._curve_groups[key] = SeriesGroup(kind, names.names, *rest)
         return found
 
-    def _batch_names(self, each: list[_Name]) -> BatchNames:
+    def _batch_names(self, names: tuple[_Name, ...]) -> BatchNames:
         """Return the names of messages as one object, the same at each step."""
-        names = tuple(each)
         if (known := self._known_names.get(names)) is None:
             if sum(map(len, self._known_names)) > _MOST_NAMES:  # the modules that are called change from step to step
                 self._known_names.clear()
             known = self._known_names[names] = BatchNames(*zip(*names, strict=True))
         return known
 
-    def _keep_result(self, result: Result | Later | _Number) -> None:
+    def _keep_result(self, result: Result | Later) -> None:
         if self._host is not None:
             self._untaken.append(result)
             if not self._host.thread.subscriber_is_running:  # the user calls a method of the subscriber
@@ -627,27 +642,17 @@ class Subscriber(metaclass=_RegisteringType):
 
     def take_results(self) -> list[Result | Later]:
         """Return what was emitted and shown since the last call, the numbers of one kind and step together; the bus calls it."""
-        added, self._untaken = self._untaken, []
-        together: dict[tuple[int, str], tuple[_Number, list[_Name], list[float]]] = {}
-        found: list[Any] = []
-        for each in added:
-            if not isinstance(each, _Number):
-                found.append(each)
-                continue
-            key = id(each.stamp), each.kind
-            if key not in together:
-                together[key] = each, [], []
-                found.append(key)
-            _, names, values = together[key]
-            names.append(each.name)
-            values.append(each.value)
-        if together:
-            for i, key in enumerate(found):
-                if type(key) is tuple:
-                    first, names, values = together[key]
-                    known = self._batch_names(names)
-                    found[i] = self._result_of(first.stamp, known, first.kind, values, is_published=True)
-        return found
+        taken: list[Any] = self._untaken
+        self._untaken = []
+        if self._untaken_numbers:
+            self._untaken_numbers = {}
+            for i, each in enumerate(taken):
+                if type(each) is _Numbers:
+                    names = tuple(each.names)
+                    if (known := self._known_names.get(names)) is None:
+                        known = self._batch_names(names)
+                    taken[i] = self._result_of(each.stamp, known, each.kind, each.values, is_published=True)
+        return taken
 
     def quantity_of(self, kind: str) -> Quantity:
         """Return what a kind that this subscriber publishes or shows is."""

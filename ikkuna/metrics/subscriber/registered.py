@@ -1,7 +1,8 @@
 """A subscriber that is registered on a bus, and its running state."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,7 @@ from ikkuna.support.failures import FailureCounter, log
 _OF_FORWARDS = frozenset((*FORWARD_KINDS, OBSERVED, "input_data", "network_output", "input_labels"))
 
 
+_NAMES: Callable[[MessageBatch], BatchNames] = attrgetter("names")
 _FEW = 16
 _KEPT = 64  # steps whose measurements may still be on their way
 
@@ -44,6 +46,10 @@ class Registered:
         Whether the subscriber measures the tensors of its kinds in one call, as a `MessageBundle`.
     fields : frozenset of str
         The shared statistics that the subscriber reads.
+    measures : bool
+        Whether the subscriber measures tensors itself, perhaps not at each step.
+    reads_tensors : bool
+        Whether the subscriber takes measurements of tensors, rather than events and results alone.
     takes_batches : bool
         Whether ``compute_batch`` is called, rather than ``compute`` with each message: no class defines the second later.
     takes_steps : bool
@@ -84,12 +90,14 @@ class Registered:
         )
         self.needs_no_forward = not self.together and _OF_FORWARDS.isdisjoint(self.kinds)
         self.fields = needed_fields(subscriber.fields) if subscriber.fields else frozenset[str]()
+        declared: Any = type(subscriber).measures
+        self.varies = isinstance(declared, property) and declared is not Subscriber.measures
+        self.measures = self.varies or subscriber.measures
+        self.reads_tensors = self.measures or bool(self.fields)
         is_replaced = "compute" in vars(subscriber)
         self.takes_batches = not is_replaced and last_defined(type(subscriber), "compute_batch", "compute") != "compute"
         last = last_defined(type(subscriber), *METHODS)
         self.takes_steps = last == "compute_step" and not (is_replaced or self.subscription.is_joined)
-        declared: Any = type(subscriber).measures
-        self.varies = isinstance(declared, property) and declared is not Subscriber.measures
         self.finishes = type(subscriber).finish is not Subscriber.finish or "finish" in vars(subscriber)
         asked = self.subscription
         is_regular = asked.schedule is None and asked.stop is None and asked.tag in (None, TRAINING)
@@ -209,36 +217,48 @@ class Registered:
 
     # -- joined kinds ---------------------------------------------------------------------------------------------
 
-    def join(self, batch: MessageBatch) -> MessageBatch | None:
-        """Return the messages that a batch completes, joined with those of the other kinds; ``None`` if it completes none.
+    def join(self, batches: Sequence[MessageBatch]) -> list[MessageBatch]:
+        """Return the messages that batches complete, joined with those of the other kinds.
 
         The others wait for their partners until the end of the step.
         """
-        waiting = self.waiting.setdefault(batch.stamp, {})
-        waiting.setdefault(batch.kind, []).append(batch)
-        if len(waiting) < len(self.kinds):
-            return None
-        parts = {kind: MessageBatch.concatenated(waiting[kind]) for kind in self.kinds}
-        names = tuple(part.names for part in parts.values())
+        complete = []
+        for batch in batches:
+            if batch.parts:
+                complete.append(batch)
+                continue
+            waiting = self.waiting.setdefault(batch.stamp, {})
+            waiting.setdefault(batch.kind, []).append(batch)
+            if len(waiting) == len(self.kinds) and (joined := self._join(batch.stamp, waiting)) is not None:
+                complete.append(joined)
+        return complete
+
+    def _join(self, stamp: Stamp, waiting: dict[str, list[MessageBatch]]) -> MessageBatch | None:
+        """Return the messages that all kinds have, which wait no longer; ``None`` if there are none."""
+        parts = {}
+        for kind in self.kinds:
+            each = waiting[kind]
+            parts[kind] = each[0] if len(each) == 1 else MessageBatch.concatenated(each)
+        names = tuple(map(_NAMES, parts.values()))
         if names not in self._common:
             if len(self._common) > _FEW:  # the modules that are called change from step to step
                 self._common.clear()
             self._common[names] = _Common(names)
         common = self._common[names]
         if common.has_rest:
-            self.waiting[batch.stamp] = {
+            self.waiting[stamp] = {
                 kind: [part.select(*rest)]
                 for (kind, part), rest in zip(parts.items(), common.rest, strict=True)
                 if rest is not None
             }
         else:
-            del self.waiting[batch.stamp]
-        if not len(common.names):
+            del self.waiting[stamp]
+        if not common.names.names:
             return None
-        chosen = zip(parts.items(), common.positions, strict=True)
-        return MessageBatch.joined(
-            {kind: part if at is None else part.select(at, common.names) for (kind, part), at in chosen}
-        )
+        for kind, at in zip(self.kinds, common.positions, strict=True):
+            if at is not None:
+                parts[kind] = parts[kind].select(at, common.names)
+        return MessageBatch.joined(parts)
 
     def drop_incomplete(self, stamp: Stamp) -> None:
         """Drop and count the incomplete bundles of a step that is over, and those that exceptions have left of earlier ones.

@@ -162,6 +162,9 @@ class Part:
             return
         results = self.together if row is None else self.measured.setdefault(row, {})
         known = results.get(registered)
+        if known is None and device is None:  # it was checked when it was new
+            results[registered] = value
+            return
         stage = "keep" if known is None else "merge"  # a first result does not reset the count of failed merges
 
         def merged(value: Tensor | DeferredRow) -> Tensor | DeferredRow:
@@ -172,7 +175,7 @@ class Part:
                 )
             return value if known is None else _MERGE[registered.subscriber.merge](known, value)
 
-        if (result := self._error_guard.call(registered, stage, merged, value)) is not None:
+        if (result := self._error_guard.call_each(registered, stage, merged, (value,))) is not None:
             results[registered] = result
 
     def merge(self, other: "Part") -> None:

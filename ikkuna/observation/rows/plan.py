@@ -327,10 +327,19 @@ class Selection:
         The numbers of the rows, in increasing order.
     names : BatchNames
         The modules and paths of the rows.
+
+    Attributes
+    ----------
+    places : slice or array of int
+        The same rows as an index of a table; a slice copies nothing.
     """
 
     def __init__(self, kind: str, rows: NDArray[np.intp], names: BatchNames) -> None:
         self.kind, self.rows, self.names = kind, rows, names
+        first, last = (int(rows[0]), int(rows[-1])) if len(rows) else (0, -1)
+        step = int(rows[1]) - first if len(rows) > 1 else 1
+        is_regular = np.array_equal(rows, np.arange(first, last + 1, step))
+        self.places: slice | NDArray[np.intp] = slice(first, last + 1, step) if is_regular else rows
         self._parts: dict[bytes, Selection] = {}
 
     def measured(self, is_measured: NDArray[np.bool_]) -> "Selection | None":
@@ -365,6 +374,14 @@ class MeasuredRows:
     def __init__(self, selections: "Selections", is_measured: NDArray[np.bool_]) -> None:
         self.is_measured = is_measured
         self._selections = selections
+        self._shared: WeakKeyDictionary[Plan, list[tuple[Registered, tuple[Selection, ...]]]] = WeakKeyDictionary()
+
+    def shared(self, plan: Plan) -> "list[tuple[Registered, tuple[Selection, ...]]]":
+        """Return those of the rows that each subscriber takes, if it reads shared statistics alone, and one kind after the other."""
+        if (found := self._shared.get(plan)) is None:
+            plain = (r for r in plan.subscriptions if r.fields and not (r.together or r.takes_steps or r.measures))
+            found = self._shared[plan] = [(registered, self.of(registered)) for registered in plain]
+        return found
 
     def of(self, registered: Registered) -> tuple[Selection, ...]:
         """Return those of the rows that a subscriber takes, those of each of its kinds together."""

@@ -387,33 +387,33 @@ class Recorder:
         if registered.disabled:  # since the step began
             return
         version = None if tensor.is_inference() else tensor._version
-        result = _without_autograd(tensor.device.type, self._call_measure, registered, message)
+        call, measure = self.error_guard.call_each, partial(_measure, registered.subscriber)
+        result: Tensor | DeferredRow | None = _without_autograd(
+            tensor.device.type, call, registered, "measure", measure, (message,)
+        )
         if result is not None:
             part.add_measured(row, registered, result, tensor.device)
         if version is not None and tensor._version != version:
             site = Site(registered.kinds[0]) if row is None else self.index.keys[row][0]
             self._disable_changing(registered, site)
 
-    def _call_measure(self, registered: Registered, message: Message | MessageBundle) -> Tensor | DeferredRow | None:
-        measured: Tensor | DeferredRow | None = self.error_guard.call(
-            registered, "measure", partial(_measure, registered.subscriber), message
-        )
-        return measured
-
     def receive_together(self, tensors: Mapping[str, Tensor], part: int = 0) -> None:
         """Pass the tensors of one call of the loss module to the subscribers that measure them together."""
-        if part < 0 or (rows := self.rows) is None or not all(map(has_numbers, tensors.values())):
+        together = self.plan.together
+        if not together or part < 0 or (rows := self.rows) is None or not all(map(has_numbers, tensors.values())):
             return
-        if self.plan.together and (not any(map(is_distributed, tensors.values())) or self._may_communicate()):
+        if any(map(is_distributed, tensors.values())) and self._may_communicate():
             tensors = {kind: full_tensor(x) if is_distributed(x) else x for kind, x in tensors.items()}
-        for registered in self.plan.together:
-            kinds = registered.kinds
-            if all(kind in tensors for kind in kinds):
-                given = {kind: tensors[kind] for kind in kinds}
-                if registered.subscriber.needs_float64:
-                    given = {kind: x if has_float64(x.device) else _on_host(x) for kind, x in given.items()}
-                messages = {kind: NetworkMessage(rows.stamp, kind, x) for kind, x in given.items()}
-                self._measure(rows.part(part), None, registered, MessageBundle(messages), given[kinds[0]])
+        for registered in together:
+            if not all(map(tensors.__contains__, registered.kinds)):
+                continue
+            messages, needs_float64 = dict[str, Message](), registered.subscriber.needs_float64
+            for kind in registered.kinds:
+                x = tensors[kind]
+                x = _on_host(x) if needs_float64 and not has_float64(x.device) else x
+                messages[kind] = NetworkMessage(rows.stamp, kind, x)
+            first = messages[registered.kinds[0]].data
+            self._measure(rows.part(part), None, registered, MessageBundle(messages), first)
 
 
 class _Target(NamedTuple):

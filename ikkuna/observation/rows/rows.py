@@ -343,29 +343,36 @@ class Rows:
         if self.rank_merge is not None:
             self.rank_merge.abandon()
 
-    def batches(self, registered: Registered) -> list[MessageBatch]:
-        """Return what a subscriber takes of the complete measurements, one batch for each kind."""
-        if registered.together:
-            if registered not in self.together:
-                return []
-            parts = {kind: MessageBatch.of(NetworkMessage(self.stamp, kind)) for kind in registered.kinds}
-            return [MessageBatch.joined(parts, [self.together[registered]])]
-        measured_rows = self._measured_rows or self._find_measured()
-        if registered in self._measurers:
-            made = (self._batch_with_data(registered, s, measured_rows) for s in self.selections.of(registered))
-            return [batch for batch in made if batch is not None]
-        if not registered.fields:
-            return []
-        known, found = registered.measured
-        if known is not measured_rows:
-            found = measured_rows.of(registered)
-        return [*map(partial(self._batch, registered), found)]
+    def taken(self) -> list[tuple[Registered, Sequence[MessageBatch], MeasuredStep | None]]:
+        """Return what each subscriber takes of the complete measurements: batches, one for each kind, or a `MeasuredStep`."""
+        shared = self._make((self._measured_rows or self._find_measured()).shared(self.plan))
+        found: list[tuple[Registered, Sequence[MessageBatch], MeasuredStep | None]] = []
+        for registered in self.subscriptions:
+            if registered.takes_steps:
+                found.append((registered, (), self.step(registered)))
+            elif (batches := shared.get(registered)) is not None:
+                found.append((registered, batches, None))
+            else:
+                found.append((registered, self.batches(registered) if registered.reads_tensors else (), None))
+        return found
 
     def step(self, registered: Registered) -> MeasuredStep:
         """Return what a subscriber takes, of which batches are made when it reads them."""
         found = (self._measured_rows or self._find_measured()).of(registered) if registered.fields else ()
         is_plain = self._is_finite and not registered.together and registered not in self._measurers
         return MeasuredStep(self.stamp, found, is_plain, partial(self.batches, registered))
+
+    def batches(self, registered: Registered) -> list[MessageBatch]:
+        """Return what a subscriber takes of the complete measurements, one batch for each kind."""
+        if registered.together:
+            if registered not in self.together:
+                return []
+            return [MessageBatch.of_network(self.stamp, registered.kinds, self.together[registered])]
+        measured_rows = self._measured_rows or self._find_measured()
+        if registered in self._measurers:
+            made = (self._batch_with_data(registered, s, measured_rows) for s in self.selections.of(registered))
+            return [batch for batch in made if batch is not None]
+        return self._make(((registered, measured_rows.of(registered)),))[registered] if registered.fields else []
 
     def _find_measured(self) -> MeasuredRows:
         """Return which rows were measured."""
@@ -374,22 +381,24 @@ class Rows:
         self._is_finite = not np.count_nonzero(self.values[:, _NANS : _INFS + 1])
         return found
 
-    def _batch(self, registered: Registered, selection: Selection) -> MessageBatch:
-        """Return the shared statistics of some rows; subscribers that read the same ones share them."""
-        key = selection, registered.fields, registered.subscriber.finite_only
-        if (known := self._batches.get(key)) is not None:
-            return known
-        if (values := self._tables.get(selection)) is None:
-            values = self._tables[selection] = self.values[selection.rows]
-            values.flags.writeable = False
-        counts = None
-        if not registered.fields.isdisjoint(HISTOGRAMS):
-            counts = {name: self._counts(selection.rows, name) for name in registered.fields & HISTOGRAMS}
-        ranks = [self.ranks.get(row, ()) for row in selection.rows.tolist()] if self.ranks else ()
-        fields, finite_only = registered.fields, registered.subscriber.finite_only
-        records = Records(values, fields, finite_only, counts, ranks, self._is_finite)
-        found = self._batches[key] = MessageBatch(self.stamp, selection.kind, selection.names, records)
-        return found
+    def _make(self, taken: Iterable[tuple[Registered, tuple[Selection, ...]]]) -> dict[Registered, list[MessageBatch]]:
+        """Return the shared statistics of some rows for each subscriber; those that read the same ones share them."""
+        made: dict[Registered, list[MessageBatch]] = {}
+        for registered, selections in taken:
+            fields, finite_only = registered.fields, registered.subscriber.finite_only
+            batches = made[registered] = []
+            for selection in selections:
+                key = selection, fields, finite_only
+                if (batch := self._batches.get(key)) is None:
+                    if (values := self._tables.get(selection)) is None:
+                        values = self._tables[selection] = self.values[selection.places]
+                        values.flags.writeable = False
+                    ranks = [self.ranks.get(row, ()) for row in selection.rows.tolist()] if self.ranks else ()
+                    counts = None if fields.isdisjoint(HISTOGRAMS) else self._counts(selection, fields)
+                    records = Records(values, fields, finite_only, counts, ranks, self._is_finite)
+                    batch = self._batches[key] = MessageBatch(self.stamp, selection.kind, selection.names, records)
+                batches.append(batch)
+        return made
 
     def _batch_with_data(
         self, registered: Registered, selection: Selection, measured_rows: MeasuredRows
@@ -404,7 +413,8 @@ class Rows:
         if (measured := selection.measured(is_taken)) is None:
             return None
         data = [rows.get(row) for row in measured.rows.tolist()] if rows else None
-        statistics = self._batch(registered, measured).statistics if registered.fields else None
+        is_read = bool(registered.fields)
+        statistics = self._make(((registered, (measured,)),))[registered][0].statistics if is_read else None
         return MessageBatch(self.stamp, measured.kind, measured.names, statistics, data)
 
     def measured_rows(self) -> list[int]:
@@ -418,9 +428,10 @@ class Rows:
         task = self.plan.task(site.kind, site.module)
         return task.fields if task is not None else _NO_FIELDS
 
-    def _counts(self, numbers: NDArray[np.int64], name: str) -> list[NDArray[np.int64]]:
+    def _counts(self, selection: Selection, fields: frozenset[str]) -> dict[str, list[NDArray[np.int64]]]:
         """Return the histograms of some rows, each ``(2K,)``; all zero where none was measured."""
-        return [np.asarray(self.codes.get(row, {}).get(name, _NO_COUNTS)) for row in numbers.tolist()]
+        rows = [self.codes.get(row, {}) for row in selection.rows.tolist()]
+        return {name: [np.asarray(codes.get(name, _NO_COUNTS)) for codes in rows] for name in fields & HISTOGRAMS}
 
     def message(self, row: int, data: Any = None) -> Message:
         """Return the message of a row."""

@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from ikkuna.diagnosis import History, Network, Rule, Score, TimeSeries
@@ -146,9 +146,11 @@ class LossSpikeRule(Rule):
         """Yield the scores of the losses since the last judgement, so that each of several spikes in a few steps is one."""
         memory = history.memory[self.name]
         before = memory.get("step", -1)
-        fresh = [found for found in history.loss_scores if found[0] > before and found[2] > -math.inf]
+        fresh = list(takewhile(lambda found: found[0] > before, reversed(history.loss_scores)))
         curve = history.curve("loss")
-        for step, loss, score in fresh:
+        for step, loss, score in reversed(fresh):
+            if not score > -math.inf:
+                continue
             memory["step"] = step
             value = min(score, 1e300) / self.deviations
             if value < 1 or curve is None or not (jump := loss - curve.median(16)) > 0:
