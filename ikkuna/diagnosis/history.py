@@ -77,7 +77,7 @@ class TimeSeries:
 
     def median(self, number: int, skip: int = 0) -> float:
         """Return the median of those of the latest `number` values that are not NaN; NaN if there is none."""
-        return middle(self.tail(number, skip))
+        return middle(list(islice(reversed(self.values), skip, skip + number)))
 
     def points(self, number: int = 50) -> tuple[tuple[int | str, float], ...]:
         """Return the latest values with their steps."""
@@ -92,7 +92,8 @@ def middle(values: list[float]) -> float:
     >>> middle([3.0, float("nan"), 1.0])
     2.0
     """
-    known = sorted([value for value in values if value == value])
+    total = sum(values)
+    known = sorted(values if total == total else [value for value in values if value == value])
     if not known:
         return math.nan
     low, high = known[(len(known) - 1) // 2], known[len(known) // 2]
@@ -233,6 +234,7 @@ class History:
         self.memory: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
         self._curves: defaultdict[tuple[str, str], dict[str | None, TimeSeries]] = defaultdict(dict)
         self._matrices: dict[tuple[str, Network], list[tuple[str, TimeSeries]]] = {}
+        self._fresh: dict[tuple[str, str | Network, int], list[tuple[str, TimeSeries]]] = {}  # until the next value
         self.loss_scores: deque[tuple[int, float, float]] = deque(maxlen=_SCORES)
         self.loss_score = SpikeScore()
 
@@ -258,6 +260,7 @@ class History:
         if self.begin is None:
             self.begin = step
         self.step = max(self.step, step)
+        self._fresh.clear()
         curves = self._curves[kind, pass_name]
         if not curves.keys() >= set(names):
             curves = self._insert(kind, pass_name, *names)
@@ -284,12 +287,16 @@ class History:
 
     def curve(self, kind: str, pass_name: str = TRAINING) -> TimeSeries | None:
         """Return the first series of a kind; ``None`` if there is none."""
-        return next(iter(self.curves(kind, pass_name).values()), None)
+        curves = self._curves.get((kind, pass_name))
+        return next(iter(curves.values()), None) if curves else None
 
     def fresh(self, kind: str, pass_name: str = TRAINING) -> list[tuple[str, TimeSeries]]:
         """Return name and curve of the series of a kind that have a value at the present step."""
-        step = self.step
-        return [(name or "", curve) for name, curve in self.curves(kind, pass_name).items() if curve.step == step]
+        key = kind, pass_name, (step := self.step)
+        if (found := self._fresh.get(key)) is None:
+            curves = self.curves(kind, pass_name)
+            found = self._fresh[key] = [(name or "", curve) for name, curve in curves.items() if curve.step == step]
+        return found
 
     def now(self, kind: str, pass_name: str = TRAINING) -> TimeSeries | None:
         """Return the first series of a kind if it has a value at the present step."""
@@ -331,8 +338,10 @@ class History:
 
     def matrices(self, kind: str) -> list[tuple[str, TimeSeries]]:
         """Return the fresh series of weights with two or more axes."""
-        if (found := self._matrices.get((kind, self.network))) is None:
-            curves = ((name or "", curve) for name, curve in self.curves(kind).items())
-            found = self._matrices[kind, self.network] = [each for each in curves if self.network.is_matrix(each[0])]
-        step = self.step
-        return [each for each in found if each[1].step == step]
+        key = kind, self.network, (step := self.step)
+        if (fresh := self._fresh.get(key)) is None:
+            if (found := self._matrices.get(key[:2])) is None:
+                curves = ((name or "", curve) for name, curve in self.curves(kind).items())
+                found = self._matrices[key[:2]] = [each for each in curves if self.network.is_matrix(each[0])]
+            fresh = self._fresh[key] = [each for each in found if each[1].step == step]
+        return fresh

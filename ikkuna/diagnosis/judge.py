@@ -123,6 +123,7 @@ _MOST_DEFERRED = 1000
 
 LOSS_BETWEEN = "loss_between"
 """The kind of losses between two of those that rules read, as far as they are finite and no spikes."""
+_LOSSES = "loss", LOSS_BETWEEN
 
 
 class Judge:
@@ -240,16 +241,17 @@ class Judge:
         """Add a value to each of several series of a kind; a kind that no rule reads is ignored."""
         if kind not in self._readers:
             return
-        self._flush()
+        if self._deferred:
+            self._flush()
         if pass_name == TRAINING and step < self._history.step:
             self.rewind(step)
-        kind = self._read_kind(kind, values[0])
+        kind = self._kind_between(values[0]) if kind == LOSS_BETWEEN else kind
         self._history.add_all(kind, names, step, values, pass_name)
         self._changed.add(kind)
         if pass_name != TRAINING or not all(map(math.isfinite, values)):
             self._urgent.add(kind)
-        else:
-            self._score_loss(kind, names[0], step, values[0])
+        elif kind in _LOSSES and names[0] is None:
+            self._score_loss(step, values[0])
 
     def defer(self, kind: str, name: str | None, step: int, value: float) -> None:
         """Add a value of a training step, at the latest when a rule judges its kind; a kind that no rule reads is ignored.
@@ -262,9 +264,10 @@ class Judge:
         if step < last or value - value != 0:
             self.add(kind, name, step, value)
             return
-        kind = self._read_kind(kind, value)
+        kind = self._kind_between(value) if kind == LOSS_BETWEEN else kind
         self._deferred.append((kind, name, step, value))
-        self._score_loss(kind, name, step, value)
+        if kind in _LOSSES and name is None:
+            self._score_loss(step, value)
 
     @property
     def loss_threshold(self) -> float:
@@ -276,15 +279,13 @@ class Judge:
         """Whether a value was added that is judged at once."""
         return bool(self._urgent)
 
-    def _read_kind(self, kind: str, value: float) -> str:
-        """Return the kind of a value; rules read a loss between two of theirs if it is a spike or not finite."""
-        if kind == LOSS_BETWEEN and (value - value != 0 or self._history.loss_score.of(value) > LIMIT):
-            return "loss"
-        return kind
+    def _kind_between(self, value: float) -> str:
+        """Return the kind of a loss between two that rules read: they read it as well if it is a spike or not finite."""
+        return "loss" if value - value != 0 or self._history.loss_score.of(value) > LIMIT else LOSS_BETWEEN
 
-    def _score_loss(self, kind: str, name: str | None, step: int, value: float) -> None:
-        """Compute the spike score of a value if it is a loss; a spike is judged at once."""
-        if name is None and kind in ("loss", LOSS_BETWEEN) and self._history.score_loss(step, value) > LIMIT:
+    def _score_loss(self, step: int, value: float) -> None:
+        """Compute the spike score of a loss; a spike is judged at once."""
+        if self._history.score_loss(step, value) > LIMIT:
             self._due_at = step
             self._urgent.add("loss")
 

@@ -452,7 +452,7 @@ class StepCycle:
         context, modules = self._context, self._hooks.modules
         if modules.is_found_compiled():
             self._plans.demand_changed()
-        plan = self._plans.of_next_step()
+        plan = self._plans.of(context.tracker.stamp)
         if plan.takes_data and context.model.is_compiled:
             self._replaced.follow()
         if modules.sampled_for is not plan or modules.installed_for is not plan:

@@ -17,8 +17,8 @@ from ikkuna.support.undisturbed import restoring
 ON_ERROR = ("disable", "log", "raise")
 
 
-class Closable(Protocol):
-    """An object whose permits must end before a subscriber's code runs, see `Permits`."""
+class PermitHolder(Protocol):
+    """Memory of permits that must end before a subscriber's code runs, see `Permits`."""
 
     threads: memoryview
 
@@ -61,7 +61,7 @@ class ErrorGuard:
 
     def __init__(self, on_error: str = "disable") -> None:
         self.thread = ThreadState()
-        self._closed_before: tuple[weakref.ref[Closable], ...] = ()
+        self._holders: tuple[weakref.ref[PermitHolder], ...] = ()
         self.reset()
         self.set_policy(on_error)
 
@@ -80,10 +80,10 @@ class ErrorGuard:
 
         restoring(run, lambda: vars(self.thread).update(before))
 
-    def before_subscribers(self, closed: "Closable") -> None:
-        """Close an object, which is referred to weakly, before each call of a subscriber's code."""
-        alive = (reference for reference in self._closed_before if reference() is not None)
-        self._closed_before = (*alive, weakref.ref(closed))
+    def before_subscribers(self, holder: PermitHolder) -> None:
+        """End the permits of an object, which is referred to weakly, before each call of a subscriber's code."""
+        alive = (reference for reference in self._holders if reference() is not None)
+        self._holders = (*alive, weakref.ref(holder))
 
     def set_policy(self, on_error: str) -> None:
         """Set what happens on an error; raise `ConfigError` for an unknown policy."""
@@ -110,9 +110,9 @@ class ErrorGuard:
             before, began = thread.subscriber_is_running, time.perf_counter()
             try:
                 try:
-                    for reference in self._closed_before:
-                        if (closed := reference()) is not None:
-                            closed.threads[:] = NO_THREADS
+                    for reference in self._holders:
+                        if (holder := reference()) is not None:
+                            holder.threads[:] = NO_THREADS
                     thread.subscriber_is_running = True
                     for argument in left:
                         result = None

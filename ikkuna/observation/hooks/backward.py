@@ -56,6 +56,8 @@ class BackwardHooks:
     ----------
     has_accumulated : bool
         Whether a backward has added to gradients of parameters, in any step that was recorded.
+    running : dict
+        The backwards that have begun; one that raises stays until the step ends.
     ended : list of callable
         Called at the end of each backward that has added to gradients of parameters, if a step records them before they are clipped.
     """
@@ -66,7 +68,7 @@ class BackwardHooks:
         loss.arm = self.arm
         self.has_accumulated = False
         self.ended: list[Callable[[], None]] = []
-        self._running: dict[int, _Running] = {}
+        self.running: dict[int, _Running] = {}
 
     def arm(self, outputs: Leaves, forward: Forward) -> None:
         """Register hooks on the outputs of a forward that report a backward."""
@@ -88,7 +90,7 @@ class BackwardHooks:
 
     def reach(self, forward: Forward) -> int:
         """Report that the running backward has reached a forward; return the part to which gradients are recorded, or -1."""
-        running = self._running.get(task := graph_task()) or self._begin(task)
+        running = self.running.get(task := graph_task()) or self._begin(task)
         kind = running.kind
         if kind is Backward.PASSES_BY:
             return -1
@@ -105,7 +107,7 @@ class BackwardHooks:
 
     def reach_latest(self) -> int | None:
         """Report that the running backward has reached the forward that it reached last, or else the latest one."""
-        reached = (self._running.get(task := graph_task()) or self._begin(task)).forwards
+        reached = (self.running.get(task := graph_task()) or self._begin(task)).forwards
         forward = reached[-1] if reached else self.context.tracker.latest
         return None if forward is None else self.reach(forward)
 
@@ -116,10 +118,10 @@ class BackwardHooks:
         self.context.computation.leave_out(sequence_number() - before_kind)
         if kind is Backward.PASSES_BY and parameters.are_frozen() and accumulates_gradients():
             kind = Backward.ACCUMULATES
-        if kind is Backward.ACCUMULATES:
+        if kind is Backward.ACCUMULATES and (parameters.noted is not None or self.running):
             self.report_cleared()
         before = parameters.gradient_state() if kind is Backward.CHECKPOINTED else None
-        running = self._running[task] = _Running(kind, before)
+        running = self.running[task] = _Running(kind, before)
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._call_at_end(task, is_distributed)
         return running
@@ -132,7 +134,7 @@ class BackwardHooks:
         context = self.context
         if context.tracker.pass_name == TRAINING and (
             (context.parameters.noted is not None and context.parameters.gradients_cleared())
-            or (self._running and self._was_undone())
+            or (self.running and self._was_undone())
         ):
             context.parameters.forget_gradients()
             context.apply(context.tracker.gradients_cleared())
@@ -150,7 +152,7 @@ class BackwardHooks:
         if again:
             self._call_at_end(task, False)
             return
-        running = self._running.pop(task, None)
+        running = self.running.pop(task, None)
         if running is None:
             return
         parameters = context.parameters
@@ -169,4 +171,4 @@ class BackwardHooks:
         """Forget the gradients of the step, and backwards that have raised."""
         self.context.parameters.noted = None
         if graph_task() == -1:
-            self._running.clear()
+            self.running.clear()

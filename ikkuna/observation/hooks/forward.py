@@ -136,13 +136,14 @@ class ForwardHooks:
     ) -> None:
         """Report the beginning of a forward; a compiled graph in evaluation mode measures nothing, so it never counts."""
         context = self.context
-        tracker = context.tracker
+        tracker, step = context.tracker, context.tracker.counters.global_step
         counted = gradients and (training or not is_compiled)
         if is_outermost:
-            if tracker.counts(training, counted):
+            has_gradients = context.parameters.noted is not None or self._backward.running
+            if has_gradients and tracker.counts(training, counted):
                 self._backward.report_cleared()
             if tracker.pass_name == TRAINING:
-                context.events.forward(tracker.counters.global_step, training, gradients)
+                context.events.forward(step, training, gradients)
         decisions = tracker.forward_begins(
             *(thread, training, counted),
             depth=depth,
@@ -151,7 +152,7 @@ class ForwardHooks:
         )
         if decisions:
             context.apply(decisions)
-        if not tracker.counters.global_step and tracker.forwards_without_step == _MANY:
+        if not step and tracker.forwards_without_step == _MANY:
             self.report_missing_steps()
 
     def report_missing_steps(self) -> None:

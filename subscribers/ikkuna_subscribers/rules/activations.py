@@ -278,9 +278,8 @@ class NonFiniteRule(Rule, mistake=NONFINITE):
     @staticmethod
     def _inputs(history: History) -> Score | None:
         """Return a score if a weight is finite that receives inputs that are not."""
-        weights = [curve.last for _, curve in history.fresh("weights_norm2")]
         bad = [curve for _, curve in history.fresh("input_data_mean") if not math.isfinite(curve.last)]
-        if not bad or not all(map(math.isfinite, weights)):
+        if not bad or not all(math.isfinite(curve.last) for _, curve in history.fresh("weights_norm2")):
             return None
         text, advice = "They came in with the inputs of this step, while all weights are finite.", _CLEAN
         return Score(1.0, bad[0].last, None, "input_data_mean", detail=text, advice=advice)
