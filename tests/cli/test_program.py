@@ -1,9 +1,9 @@
 """The program finds its commands, writes no traceback, and returns 0, 1 or 2."""
 
+import inspect
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ import pytest
 from ikkuna import cli
 from ikkuna.cli import commands
 from ikkuna.cli.terminal import Terminal, command_names, load_command
+from ikkuna.version import __version__
 
 NAMES = command_names()
 
@@ -23,7 +24,7 @@ def run(*arguments, **environment):
     return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
 
 
-def test_help_lists_every_command_and_imports_no_heavy_package():
+def test_help_imports_no_heavy_package():
     code = """if True:
         import sys
         from ikkuna.cli import main
@@ -31,11 +32,16 @@ def test_help_lists_every_command_and_imports_no_heavy_package():
         print({"torch", "numpy", "matplotlib", "tensorboardX", "jinja2"} & set(sys.modules))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("set()\n")
-    assert re.search("\n    tensorboard  {1,3}start", done.stdout)  # the longest name, close to its help
+
+
+def test_help_lists_every_command_close_to_its_name(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "argv", ["ikkuna", "--help"])
+    assert cli.main() == 0
+    out = capsys.readouterr().out
     for name in NAMES:
-        assert f"\n    {name}" in done.stdout
         summary = load_command(name).__doc__.partition("\n")[0].removesuffix(".")
-        assert summary[1:] in " ".join(done.stdout.split())
+        assert f"\n    {name:{max(map(len, NAMES))}}   {summary[0].lower()}{summary[1:]}\n" in out
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -44,6 +50,13 @@ def test_every_command_has_a_help_of_its_own(name, capsys):
     out = capsys.readouterr().out
     assert out.startswith(f"usage: ikkuna {name}")
     assert len(out.splitlines()) > 4
+    summary, _, description = inspect.getdoc(load_command(name)).partition("\n\n")
+    assert out.partition("\n\n")[2].split()[:5] == (description or summary).split()[:5]
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ikkuna {__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +64,8 @@ def test_every_command_has_a_help_of_its_own(name, capsys):
     [
         (["chek"], "unknown command 'chek'; did you mean 'check'?"),
         (["diff"], "the following arguments are required: A, B; see 'ikkuna diff --help'"),
-        (["check", "--jsn", "."], "unrecognized arguments: --jsn"),
+        (["check", "--jso", "."], "unrecognized arguments: --jso"),
+        (["--vers"], "the following arguments are required: COMMAND"),
     ],
 )
 def test_bad_arguments_return_2_and_a_line(arguments, text, capsys):
@@ -87,6 +101,8 @@ def test_a_new_module_is_a_new_command(added, capsys):
     assert name in command_names()
     assert cli.main([name]) == 1
     assert capsys.readouterr().out == "Ä done\n"
+    assert cli.main([name, "--help"]) == 0
+    assert "\n\nA command of the test.\n\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -115,16 +131,25 @@ def test_an_unexpected_exception_names_the_way_to_its_traceback(added, capsys, m
         cli.main([name])
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["list", "presets"]])
-def test_a_reader_that_ends_early_causes_no_error(arguments):
-    """The output is buffered, so that nothing is written before the end."""
+def test_a_reader_that_ends_early_causes_no_error():
     reading, writing = os.pipe()
     os.close(reading)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    command = [sys.executable, "-m", "ikkuna", *arguments]
+    command = [sys.executable, "-m", "ikkuna", "--help"]
     with os.fdopen(writing, "w") as pipe:
         done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_nothing_is_written_to_a_reader_that_has_ended(monkeypatch):
+    class Ended(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", ended := Ended())
+    assert cli.main(["list", "presets"]) == 0
+    assert sys.stdout is not ended
+    sys.stdout.close()
 
 
 def test_an_encoding_without_these_characters_replaces_them():

@@ -73,7 +73,7 @@ class Mutant:
     source : str
         The changed file, without comments.
     lines : range
-        The lines whose tests can find the change: those of the innermost function, or of the class around it.
+        The lines whose tests can find the change: those of the innermost function, of the class around it, or all.
     """
 
     file: str
@@ -182,7 +182,7 @@ def mutants_of(file: str, text: str, numbers: Collection[int] | None = None) -> 
             after = ast.unparse(changed).splitlines()[0]
             column = getattr(node, "col_offset", 0)  # in bytes; these files are ASCII where it matters
             shown = f"{lines[line - 1][:column].lstrip()}|{lines[line - 1][column:]}"
-            yield Mutant(file, line, number, before, after, shown, source, around or range(line, line + 1))
+            yield Mutant(file, line, number, before, after, shown, source, around or range(1, len(lines) + 1))
 
 
 def _all_changes(tree: ast.AST) -> list[_Change]:

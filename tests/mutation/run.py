@@ -1,8 +1,8 @@
 """Runs the tests on mutants: ``python -m tests.mutation.run --count 300 --seed 0``.
 
 The first run records which tests run which lines, with one run of the ordinary suite; ``--record PATH`` adds new tests.
-Each mutant is then tested with tests of its lines, the fastest case of each function first, for 30 seconds at most;
-one that fails a test is killed.
+Each mutant is then tested with tests of its lines, for 30 seconds at most: first those that run little of other files,
+of these the fastest case of each function first.  One that fails a test is killed.
 Results are kept in ``.mutation``, and a run that was interrupted goes on where it stopped.
 """
 
@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
@@ -80,19 +81,21 @@ class Selection:
         recorded = json.loads(path.read_text())
         self._known = known
         self._durations, self._lines, self._seconds = recorded["durations"], recorded["lines"], seconds
+        self._own = {file: Counter(chain.from_iterable(lines.values())) for file, lines in self._lines.items()}
+        self._all = sum(self._own.values(), Counter[str]())  # by test, how many lines it runs
         self._setup: dict[str, float] = {}  # of a file's fixtures, which its first test makes
         for name, duration in self._durations.items():
             file = name.partition("::")[0]
             self._setup[file] = max(self._setup.get(file, 0.0), duration.get("setup", 0.0))
 
     def of(self, mutant: Mutant) -> list[str]:
-        """Return the tests that run the changed line, or, if it only runs at import, the function or class around it."""
+        """Return tests that run the changed line, or, if it only runs at import, the function, class or file around it."""
         by_line = self._lines.get(mutant.file, {})
         names = set(by_line.get(str(mutant.line), ()))
         names = names or {name for line in mutant.lines for name in by_line.get(str(line), ())}
         names &= self._known
         chosen, total, files = [], 0.0, set[str]()
-        for name in self._varied(names):
+        for name in self._ranked(names, mutant.file):
             file = name.partition("::")[0]
             total += self._call(name) + (0.0 if file in files else self._setup.get(file, 1.0))
             if chosen and total > self._seconds:
@@ -101,13 +104,13 @@ class Selection:
             files.add(file)
         return chosen
 
-    def _varied(self, names: Iterable[str]) -> list[str]:
-        """Return the fastest case of each test function first, then the second of each, and so on."""
+    def _ranked(self, names: Iterable[str], file: str) -> list[str]:
+        """Return the tests that run little else first; of them the fastest case of each function, then the second, and so on."""
         cases: Counter[str] = Counter()
         ranked = []
         for name in sorted(names, key=lambda name: (self._cost(name), name)):
-            function = name.partition("[")[0]
-            ranked.append((cases[function], self._cost(name), name))
+            function, is_of_others = name.partition("[")[0], self._all[name] > 2 * self._own[file][name]
+            ranked.append((is_of_others, cases[function], self._cost(name), name))
             cases[function] += 1
         return [name for *_, name in sorted(ranked)]
 

@@ -359,6 +359,16 @@ def test_what_is_read_of_a_plain_tensor_is_itself():
     assert implied == 0
 
 
+@pytest.mark.parametrize("name", ["min", "max"])
+def test_an_extremum_that_is_measured_without_the_other_is_nan_if_an_element_is(name):
+    assert math.isnan(getattr(measure(torch.tensor([1.0, math.nan, 2.0]), needed_fields([name, "l1"])), name))
+
+
+def test_kernels_are_used_unless_numpy_is_wanted():
+    assert HostStatistics().kernels is native.library()
+    assert HostStatistics(native=False).kernels is None
+
+
 def test_no_fields_measure_nothing():
     record = measure(torch.ones(3), needed_fields([]))
     assert record.n == 3
@@ -478,6 +488,12 @@ def test_a_table_grows_to_what_is_needed_and_at_least_to_twice_its_size():
     table.add(5 * first + 1, normal(4), ALL)
     assert len(table.values) == 2 * (5 * first + 1)
     assert [row_record(table, row, ALL).n for row in (5 * first, 5 * first + 1)] == [3, 4]
+    for last in (len(table.values) - 1, len(table.values)):
+        addresses = table.addresses(np.array([last, 0]))
+        assert addresses.tolist() == [table.values[last:].ctypes.data, table.values.ctypes.data]
+        assert last < len(table.values)
+    table.reserve(100 * first)
+    assert len(table.values) == 100 * first
 
 
 def test_rows_that_are_taken_are_the_statistics_and_leave_nothing():

@@ -12,7 +12,9 @@ from torch import nn
 import ikkuna
 from ikkuna import cli
 from ikkuna.reading import read_run
-from ikkuna.report.difference import _parting, compare_paths, compare_runs, training_order, write_diff
+from ikkuna.report.difference import _pairs, _parting, compare_paths, compare_runs, training_order, write_diff
+from ikkuna.store.quantity import Quantity
+from ikkuna.store.run_directory import RunFile, write_run_file
 from ikkuna.store.stored_run import SeriesValues
 from ikkuna.store.values import ModuleEntry, ModuleOrder
 
@@ -163,6 +165,13 @@ def test_kinds_of_time_are_not_compared(tmp_path):
     assert compare_runs(*runs).compared == 0
 
 
+@pytest.mark.parametrize("declares", [0, 1])
+def test_a_kind_that_one_of_the_runs_declares_as_not_comparable_is_not_compared(declares, tmp_path):
+    runs = [write(tmp_path / str(i), [i, i], "mine") for i in range(2)]
+    write_run_file(runs[declares], RunFile("id", quantities={"mine": Quantity(is_comparable=False)}))
+    assert compare_runs(*map(read_run, runs)).compared == 0
+
+
 def test_different_models_are_compared_where_they_are_equal(base, tmp_path, capsys):
     other = tmp_path / "runs"
     other.mkdir()
@@ -180,10 +189,9 @@ def test_different_models_are_compared_where_they_are_equal(base, tmp_path, caps
 def test_the_command_writes_a_page_and_json(base, tmp_path, capsys):
     (tmp_path / "runs").mkdir()
     run = train(tmp_path / "runs", "rate")
-    for directory, rate in ((base, 0.1), (run, 0.2)):
-        (directory / "run.json").write_text(
-            json.dumps({"config": {"lr": rate, "seed": 1}, "environment": {"torch": "2"}})
-        )
+    for directory, config in ((base, {"lr": 0.1}), (run, {"lr": 0.2, "late": 3})):
+        stored = {"config": {"seed": 1, **config}, "environment": {"torch": "2"}, "created": str(directory)}
+        (directory / "run.json").write_text(json.dumps(stored))
     page = tmp_path / "diff.html"
     assert cli.main(["diff", str(base), str(run), "-o", str(page)]) == 1
     out = capsys.readouterr().out
@@ -191,10 +199,12 @@ def test_the_command_writes_a_page_and_json(base, tmp_path, capsys):
     assert ["lr", "0.1", "0.2"] in [line.split() for line in out.splitlines()]
     text = page.read_text()
     assert text.count("data-heatmap=") == 2 * 4
+    titles = [map_.title for pair in _pairs(*compare_paths(base, run)[1:]) for map_ in pair]
+    assert [title.split(" · ")[1] for title in titles] == [f"{path.parent.name}/run0001" for path in (base, run)] * 4
     assert "Step 20" in text
     assert cli.main(["diff", str(base), str(run), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert report["config"] == {"lr": ["0.1", "0.2"]}
+    assert (report["config"], report["environment"]) == ({"lr": ["0.1", "0.2"], "late": ["—", "3"]}, {})
     assert report["partings"][0]["step"] == 20
 
 
