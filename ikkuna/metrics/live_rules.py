@@ -233,13 +233,16 @@ class RuleSubscriber(Subscriber):
         if batch.kind == "batch_finished":
             self._add_event(batch[0])
             return
+        stamp, names = batch.stamp, batch.names.names
+        is_read = self._asked[1] if self._asked[0] is stamp else self._reads(stamp)
+        if not is_read and (batch.kind != "loss" or names[0] is not None):
+            return
         values = batch.data if isinstance(batch.data, np.ndarray) else batch.records.mean
-        if not self._reads(batch.stamp):
-            if batch.kind == "loss" and batch.names.names[0] is None:
-                self._add_loss(batch.stamp, float(values[0]))
-        elif len(batch) == 1 and batch.stamp.pass_name == TRAINING:  # the loss, which has a value in every step
-            self.judge.defer(batch.kind, batch.names.names[0], batch.stamp.global_step, float(values[0]))
-            self._keep(self._curve_group(batch.names, batch.kind, TRAINING), values, batch.stamp.global_step)
+        if not is_read:
+            self._add_loss(stamp, float(values[0]))
+        elif len(names) == 1 and stamp.pass_name == TRAINING:  # the loss, which has a value in every step
+            self.judge.defer(batch.kind, names[0], stamp.global_step, float(values[0]))
+            self._keep(self._curve_group(batch.names, batch.kind, TRAINING), values, stamp.global_step)
         else:
             self.receive_all(batch, batch.kind, values)
 

@@ -37,7 +37,7 @@ def test_the_way_of_the_activation_is_short(calls):
 
 def test_a_step_is_short(calls):
     assert len(files(calls)) <= 41
-    assert len(calls) <= 198
+    assert len(calls) <= 190
 
 
 def test_the_way_begins_in_a_hook_and_ends_in_a_file(calls):

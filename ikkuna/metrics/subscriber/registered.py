@@ -63,8 +63,8 @@ class Registered:
     targets : tuple
         Equal for subscribers with the same backends.
     regular_from : float
-        The training step from which a step is sampled if it is a multiple of `subsample`, or of that times the factor of
-        `thinning`, unless the user has changed that; infinite if it depends on more.
+        The training step from which only divisors of a step decide whether it is sampled, before and after `thinning` begins,
+        unless the user has changed that; infinite if it depends on more.
     disabled : bool
         Whether the subscriber is no longer called.
     failures : FailureCounter
@@ -100,7 +100,7 @@ class Registered:
         self.takes_steps = last == "compute_step" and not (is_replaced or self.subscription.is_joined)
         self.finishes = type(subscriber).finish is not Subscriber.finish or "finish" in vars(subscriber)
         asked = self.subscription
-        is_regular = asked.schedule is None and asked.stop is None and asked.tag in (None, TRAINING)
+        is_regular = asked.schedule is None and asked.stop is None
         self.regular_from = max(asked.first, asked.start) if is_regular else math.inf
         self.takes_losses = type(subscriber).compute_losses is not Subscriber.compute_losses and asked.subsample == 1
         self.measured: tuple[object, tuple[Any, ...]] = None, ()

@@ -291,16 +291,17 @@ class HostStatistics:
 
     def merge(self, other: "HostStatistics") -> None:
         """Add the rows of `other`, and leave it as it is."""
-        rows = other.values[:, 0].nonzero()[0]
-        if len(rows):
-            if (last := int(rows[-1])) >= len(self.values):
-                self.address(last)
-            values = other.values[rows]
-            known = self.values[rows, 0] > 0
+        given = other.values[:, 0] > 0
+        if np.count_nonzero(given):
+            self.reserve(len(given))
+            values, known = self.values[: len(given)], given & (self.values[: len(given), 0] > 0)
+            merged: Values | None = None
             if np.count_nonzero(known):
                 with np.errstate(all="ignore"):
-                    values[known] = merge_rows(np.stack([self.values[rows[known]], values[known]]))
-            self.values[rows] = values
+                    merged = merge_rows(np.stack([values[known], other.values[known]]))
+            np.copyto(values, other.values, where=given[:, None])
+            if merged is not None:
+                values[known] = merged
         if other.codes:
             merge_codes(self.codes, other.codes)
 

@@ -1,6 +1,7 @@
 """Recognises running backwards, and reports to the tracker which forwards they reach."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,15 +19,13 @@ from ikkuna.support.torch_internals import graph_task, sequence_number
 _MOST_OUTPUTS = 64
 
 
+@dataclass(slots=True)
 class _Running:
     """A running backward, and the forwards that it has reached."""
 
-    __slots__ = ("before", "forwards", "kind")
-
-    def __init__(self, kind: Backward, before: GradientState | None) -> None:
-        self.kind = kind
-        self.before = before
-        self.forwards: list[Forward] = []
+    kind: Backward
+    before: GradientState | None
+    forwards: list[Forward] = field(default_factory=list)
 
 
 class _EndHook(Hook):

@@ -244,24 +244,12 @@ def _task(kind: str, wanting: tuple[Registered, ...]) -> Task:
     return Task(fields, wanting, tuple(s for s in wanting if s.subscriber.measures))
 
 
-def _sampling(subscriptions: tuple[Registered, ...], stamp: Stamp, is_regular: bool) -> tuple[Registered, ...]:
-    """Return the subscribers that sample a step; in a regular one most of them need not be asked."""
-    step, found = stamp.global_step, []
-    for registered in subscriptions:
-        if not is_regular or step < registered.regular_from:
-            is_sampled = registered.samples(stamp)
-        else:
-            begin, factor = registered.subscription.thinning
-            is_sampled = not registered.disabled and not step % (
-                registered.subscription.subsample * (1 if step < begin else factor)
-            )
-        if is_sampled:
-            found.append(registered)
-    return tuple(found)
-
-
 NOTHING = Plan(())
 """The plan while no step is open."""
+
+
+_DISABLED = attrgetter("disabled")
+_MOST_KEPT = 64
 
 
 class Demand:
@@ -274,6 +262,10 @@ class Demand:
         self._last: tuple[Stamp, Plan] | None = None
         self._distance = self._first = 0
         self._varying = False
+        self._regular_from: float = 0
+        self._irregular: list[Registered] = []
+        self._rhythms: tuple[tuple[int, int, int], ...] = ()
+        self._sampling: dict[tuple[bool, ...], tuple[Registered, ...]] = {}
 
     def steps_until_sample(self, step: int) -> float:
         """Return the least number of training steps from `step` on before one of which a subscriber may need more than the loss."""
@@ -290,6 +282,10 @@ class Demand:
             self._distance = math.gcd(*(s.distance for s in subscriptions))
             self._first = max((s.subscription.first for s in subscriptions), default=0)
             self._varying = any(s.varies for s in subscriptions)
+            self._regular_from = max((s.regular_from for s in subscriptions if s.regular_from < math.inf), default=0)
+            self._irregular = [s for s in subscriptions if s.regular_from == math.inf]
+            self._rhythms = tuple({(s.subscription.subsample, *s.subscription.thinning) for s in subscriptions})
+            self._sampling.clear()
         if (
             self._last is not None and self._last[0] == stamp and self._last[0].completes == stamp.completes
         ):  # a step is planned when the one before ends, and when it begins
@@ -303,7 +299,7 @@ class Demand:
         )
         is_usual = not subscriptions or subscriptions[0].is_sampled_as_registered(stamp.global_step)
         is_regular = is_usual and stamp.pass_name == TRAINING and not stamp.completes
-        sampling = () if is_between and is_usual else _sampling(subscriptions, stamp, is_regular)
+        sampling = () if is_between and is_usual else self._sampling_of(stamp, is_regular)
         varying = self._varying and [s for s in sampling if s.varies and s.subscriber.measures]
         measuring = frozenset(varying or ())
         key = tuple(map(id, sampling)), measuring
@@ -311,6 +307,22 @@ class Demand:
             plan = self._plans[key] = Plan(sampling, self._results, measuring)
         self._last = stamp, plan
         return plan
+
+    def _sampling_of(self, stamp: Stamp, is_regular: bool) -> tuple[Registered, ...]:
+        """Return the subscribers that sample a step; in a regular one, steps with the same divisors have the same."""
+        step = stamp.global_step
+        if not is_regular or step < self._regular_from:
+            return tuple([registered for registered in self._known if registered.samples(stamp)])
+        is_disabled: Iterator[bool] = map(_DISABLED, self._known)
+        bits = [*is_disabled, *(registered.samples(stamp) for registered in self._irregular)]
+        for subsample, begin, factor in self._rhythms:
+            bits += step < begin, not step % subsample, not step % (subsample * factor)
+        key = tuple(bits)
+        if (found := self._sampling.get(key)) is None:
+            if len(self._sampling) >= _MOST_KEPT:
+                self._sampling.clear()
+            found = self._sampling[key] = tuple([each for each in self._known if each.samples(stamp)])
+        return found
 
 
 _FEW = 16

@@ -404,13 +404,18 @@ class Rows:
         self, registered: Registered, selection: Selection, measured_rows: MeasuredRows
     ) -> MessageBatch | None:
         """Return the results of a subscriber's own ``measure``, and the statistics that it reads beside them."""
-        own = self.measured
-        rows = {row: own[row][registered] for row in selection.rows.tolist() if registered in own.get(row, ())}
-        is_taken = np.zeros(len(self.index.keys), np.bool_)
-        if registered.fields:
-            is_taken[: len(measured_rows.is_measured)] = measured_rows.is_measured
-        is_taken[list(rows)] = True
-        if (measured := selection.measured(is_taken)) is None:
+        own, rows = self.measured, dict[int, Any]()
+        for row in selection.rows.tolist():
+            if (results := own.get(row)) is not None and registered in results:
+                rows[row] = results[registered]
+        measured: Selection | None = selection
+        if len(rows) < len(selection.rows):
+            is_taken = np.zeros(len(self.index.keys), np.bool_)
+            if registered.fields:
+                is_taken[: len(measured_rows.is_measured)] = measured_rows.is_measured
+            is_taken[list(rows)] = True
+            measured = selection.measured(is_taken)
+        if measured is None:
             return None
         data = [rows.get(row) for row in measured.rows.tolist()] if rows else None
         is_read = bool(registered.fields)

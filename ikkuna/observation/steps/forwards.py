@@ -204,13 +204,7 @@ class PendingForwards:
             decisions.append(Merged(oldest.part, second.part))
             self._pending.remove(oldest)
             oldest.part = second.part
-        forward = self._unused()
-        self._pending.append(forward)
-        return forward
-
-    def _unused(self) -> Forward:
-        """Return an object of the pool, with a part that no pending forward has."""
-        part = FIRST_PART
+        part = FIRST_PART  # one that no pending forward has
         if self._pending:
             taken = {f.part for f in self._pending}
             part = next(p for p in range(FIRST_PART, FIRST_PART + 2 * MAX_PENDING + 2, 2) if p not in taken)
@@ -220,6 +214,7 @@ class PendingForwards:
         self._used += 1
         forward.part, forward.reach = part, Reach.NONE
         forward.is_compiled = forward.is_of_parts = False
+        self._pending.append(forward)
         return forward
 
     def discard(self, forwards: list[Forward]) -> None:

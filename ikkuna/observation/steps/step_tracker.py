@@ -191,7 +191,7 @@ class StepTracker:
             return self._pass_forward, ()
         if gradients:
             self._modes.add(training)
-        if not self.counts(training, gradients):
+        if not gradients or not (training or self._trains_in_evaluation):
             return None, ()
         self.is_rootless = self._is_incomplete = False
         decisions = self._prepare(running)
