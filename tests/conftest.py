@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
+from torch.overrides import TorchFunctionMode
 
 from ikkuna.export.messages import MessageBus
 from ikkuna.observation.hooks import optimizers
@@ -58,6 +59,21 @@ def pytest_configure(config):
             install_triton()
     if name != "cpu":
         torch.set_default_device(name)
+    if name == "cuda":
+        NumbersOfTheHost().__enter__()
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # as on the host
+
+
+class NumbersOfTheHost(TorchFunctionMode):
+    """Draw numbers with a generator of the host on the host, and move them to the device; CUDA refuses such generators."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        generator = (kwargs or {}).get("generator")
+        if generator is None or generator.device.type != "cpu" or "device" in kwargs:
+            return func(*args, **(kwargs or {}))
+        if args and isinstance(args[0], torch.Tensor):
+            return args[0].copy_(func(args[0].cpu(), *args[1:], **kwargs))
+        return func(*args, **kwargs, device="cpu").to(torch.get_default_device())
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -1,7 +1,6 @@
 """One row of statistics as a record, for tests: of the host, and of a device, which waits for it."""
 
 import numpy as np
-import torch
 
 from ikkuna.numerics.statistics.device.buffers import KernelRows
 from ikkuna.numerics.statistics.device.operators import DeviceRows, ReducedTensor
@@ -19,9 +18,9 @@ def row_record(statistics, row, fields):
     reduced, written, kernels, counted = [found for found in statistics._reduced if found.row == row], [], None, []
     if (own := statistics._kernels) is not None:
         for rows in own.written:
-            if any(mine := [owner == row for owner in rows.owners]):
-                chosen = torch.tensor(mine, device="cpu").to(rows.values.device)
-                written.append(KernelRows((row,) * sum(mine), rows.values[chosen]))
+            for owner, values in zip(rows.owners, rows.values.split(rows.counts), strict=True):
+                if owner == row:
+                    written.append(KernelRows((row,), (len(values),), values))
         reduced += (ReducedTensor(row, n, frozenset(("n",)), []) for owner, n in own.sizes if owner == row)
         kernels, counted = own.kernels, [buffer for buffer in own.counts._buffers if any(buffer.owners)]
     taken = DeviceRows(exact, reduced, statistics._imprecise, written, kernels, counted)

@@ -90,8 +90,8 @@ class InputRowsSubscriber(PlotSubscriber):
         elif x.is_floating_point():
             table[_ROWS, 0] = ((rows == 0) | (rows == 1)).all()
         else:
-            table[_ROWS, 0] = x.numel() == len(x)
-        table[_ROWS, 1] = len(x)
+            table[_ROWS, 0].fill_(x.numel() == len(x))  # an assignment of a number waits for the device
+        table[_ROWS, 1].fill_(len(x))
         if is_input and x.is_floating_point():
             values = rows.reshape(len(rows), -1)
             values = values[:, :: -(-values.shape[1] // HASHED)].double()  # all of them would cost more than the hashes

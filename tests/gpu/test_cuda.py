@@ -1,10 +1,12 @@
 """On a CUDA device the values are those of the CPU, training is bit-identical, and nothing waits for the device."""
 
+import gc
 import math
 
 import pytest
 import torch
 
+from benchmarks.gpu_models import MODELS
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import NormSubscriber
@@ -75,6 +77,21 @@ def test_no_step_waits_for_the_device(name, device):
     assert {step for _, _, step in backend.values} == set(range(STEPS))
 
 
+def test_histograms_of_many_large_and_small_tensors(device):
+    """GPT-2 small has tensors whose numbers are all counted beside others of which a sample is, in one launch."""
+    work, backend = MODELS["gpt2"](device, False), RecordingBackend()
+    exporter = watched(work, [make(kind, subsample=1, backend=backend) for kind in KINDS for make in HISTOGRAMS])
+    for _ in range(3):
+        work.step()
+    torch.cuda.synchronize()  # raises the error of an earlier kernel
+    exporter.close()
+    assert exporter.health().errors == 0
+    assert {step for _, _, step in backend.values} == {0, 1, 2}
+    del work, exporter
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def test_values_of_another_stream_are_those_of_the_default_stream(device):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -121,7 +138,8 @@ def test_memory_of_the_device_does_not_grow(device):
     early = torch.cuda.memory_allocated()
     loop.run(STEPS)
     torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() <= early + 1024
+    tables = 512 * 64  # of the addresses of gradients, which may be others
+    assert torch.cuda.memory_allocated() <= early + tables
     exporter.close()
 
 

@@ -7,15 +7,18 @@ from torch.utils.checkpoint import checkpoint
 from ikkuna.numerics.statistics.device import triton_launcher
 from ikkuna.testing import RecordingBackend
 from tests.gpu.loops import STEPS, DeviceLoop, subscribers, waits_of_training, watched
-from tests.subscribers import EVERY_SUBSCRIBER
+from tests.subscribers import EVERY_SUBSCRIBER, NEEDS
 
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.filterwarnings("ignore:called a synchronizing")  # of the thread of ikkuna, which may end later
+@pytest.mark.parametrize("subscriber", EVERY_SUBSCRIBER)
 @pytest.mark.parametrize("name", ["mlp", "conv-bn-dropout"])
-def test_no_installed_subscriber_waits_for_the_device(name, device):
+def test_no_installed_subscriber_waits_for_the_device(name, subscriber, device):
     loop, backend = DeviceLoop(name, device), RecordingBackend()
-    exporter = watched(loop, [make(backend=backend) for make in EVERY_SUBSCRIBER.values()])
+    needed = [make(backend="null") for make in NEEDS.get(subscriber, ())]
+    exporter = watched(loop, [*needed, EVERY_SUBSCRIBER[subscriber](backend=backend)])
     loop.run(1)  # allocates buffers and loads kernels
     torch.cuda.synchronize()
     with waits_of_training() as found:

@@ -88,7 +88,8 @@ class _BatchNormBackward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(g, x, weight, mean, var)
         ctx.eps = eps
-        return _aten.native_batch_norm_backward(g, x, weight, mean, var, None, None, False, eps, wanted)
+        none = mean.new_empty(0)  # the statistics of a batch; CUDA takes no ``None``
+        return _aten.native_batch_norm_backward(g, x, weight, mean, var, none, none, False, eps, wanted)
 
     @staticmethod
     def backward(ctx: Any, *vectors: Tensor | None) -> Any:
@@ -106,10 +107,12 @@ class _BatchNormBackward(torch.autograd.Function):
         if need_x and of_weight is not None:
             by_x = g * _times(slope, of_weight)
         if need_weight and of_x is not None:
-            zero = torch.zeros_like(mean)  # the gradient of a weight whose input is the vector: sum of g times vector
-            by_weight = _aten.native_batch_norm_backward(
-                g, of_x, weight, zero, var, None, None, False, ctx.eps, [False, True, False]
-            )[1]
+            zero, none = torch.zeros_like(mean), mean.new_empty(0)
+            by_weight = (
+                _aten.native_batch_norm_backward(  # of a weight whose input is the vector: sum of g times vector
+                    g, of_x, weight, zero, var, none, none, False, ctx.eps, [False, True, False]
+                )[1]
+            )
         return by_g, by_x, by_weight, None, None, None, None
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ikkuna.numerics.statistics.float_code import half_size
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, Values
+from ikkuna.support.torch_internals import cuda_stream_handle
 
 
 class UsedStreams:
@@ -31,13 +32,19 @@ class UsedStreams:
     def __init__(self, device: torch.device) -> None:
         module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._current: Any = getattr(module, "current_stream", None)
+        self._handle = cuda_stream_handle if device.type == "cuda" and device.index is not None else None
+        self._index = device.index
         self._streams: list[Any] = []
+        self._known: dict[int, Any] = {}
 
     def note(self) -> Any:
         """Remember the stream of this thread, and return it; ``None`` if the device has none."""
         if self._current is None:
             return None
-        stream = self._current()
+        if self._handle is None:
+            stream = self._current(self._index)
+        elif (stream := self._known.get(handle := self._handle(self._index))) is None:
+            stream = self._known[handle] = self._current(self._index)
         if stream not in self._streams:
             self._streams.append(stream)
         return stream
@@ -68,12 +75,15 @@ class KernelRows(NamedTuple):
     Parameters
     ----------
     owners : tuple of int
-        The row of the step to which each of them belongs.
+        The row of the step to which those of each tensor belong.
+    counts : tuple of int
+        How many rows each tensor has: there are hundreds of a large one.
     values : Tensor
-        ``(rows, columns)``, float64, on the device.
+        ``(sum of the counts, columns)``, float64, on the device.
     """
 
     owners: tuple[int, ...]
+    counts: tuple[int, ...]
     values: Tensor
 
 
@@ -109,7 +119,7 @@ class RowBuffers:
     --------
     >>> buffers = RowBuffers(torch.device("cpu"))
     >>> first, second = buffers.reserve(2, None), buffers.reserve(3, None)
-    >>> buffers.together([KernelRows((0, 0), first), KernelRows((1, 1, 1), second)]).shape
+    >>> buffers.together([KernelRows((0,), (2,), first), KernelRows((1,), (3,), second)]).shape
     torch.Size([5, 14])
     """
 
@@ -135,7 +145,7 @@ class RowBuffers:
         first = written[0].values
         count = sum(len(rows.values) for rows in written)
         at = first.storage_offset()
-        for _, values in written:
+        for *_, values in written:
             if (
                 values.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
                 or values.storage_offset() != at

@@ -285,8 +285,9 @@ def measure_list(
         x_ptr, y_ptr = tl.multiple_of(x_ptr, 16), tl.multiple_of(y_ptr, 16)
     start, stop = tl.load(chunk + 1) * BLOCK, tl.load(chunk + 2)
     histogram = tl.load(chunk + 3)
+    counts_ptr += tl.maximum(histogram, 0) * CODES  # even to add nothing, the kernel needs memory that there is
     measure_chunk(
-        *(x_ptr, y_ptr, counts_ptr + histogram * CODES, start, stop, rows_ptr + program * WIDTH),
+        *(x_ptr, y_ptr, counts_ptr, start, stop, rows_ptr + program * WIDTH),
         *(other, histogram, OTHER, COUNT, LEVEL, BLOCK),
     )
 

@@ -43,6 +43,8 @@ class KernelStatistics:
 
     Attributes
     ----------
+    rows : RowBuffers
+        The memory of the rows.
     written : list of KernelRows
         The rows.
     sizes : list of (int, int)
@@ -51,7 +53,7 @@ class KernelStatistics:
 
     def __init__(self, kernels: TritonKernels, counts: CodeCounts) -> None:
         self.kernels, self.counts = kernels, counts
-        self._buffers = RowBuffers(kernels.device)
+        self.rows = RowBuffers(kernels.device)
         self.written: list[KernelRows] = []
         self.sizes: list[tuple[int, int]] = []
 
@@ -70,7 +72,7 @@ class KernelStatistics:
         if names or not fields <= HISTOGRAMS | {"n"}:
             counts = self.counts.of(CountOwner(row, names), n, histograms_of(n), stream) if names else None
             counted = None if counts is None else counts[: histograms_of(n)]
-            written = self.kernels.measure(row, x, fields, counted, partial(self._buffers.reserve, stream=stream))
+            written = self.kernels.measure(row, x, fields, counted, partial(self.rows.reserve, stream=stream))
             if written is None:
                 return None
             self.written.append(written)
@@ -81,14 +83,6 @@ class KernelStatistics:
             if not self.kernels.sample(x, counts, draw_seed(generator)):
                 return frozenset(("sampled_codes",))
         return frozenset()
-
-    def add_plain(self, row: int, x: Tensor, fields: frozenset[str], stream: Any) -> bool:
-        """Measure a tensor that the kernels take, without histograms; return whether the launch succeeds."""
-        written = self.kernels.measure(row, x, fields, None, partial(self._buffers.reserve, stream=stream))
-        if written is None:
-            return False
-        self.written.append(written)
-        return True
 
     def add_list(
         self,
@@ -121,7 +115,7 @@ class KernelStatistics:
         counts = self.counts.reserve(owners, stream) if owners else None
         part = TensorList(xs, others, tensors.copies, counts, most)
         if (
-            written := self.kernels.measure_list(rows, part, fields, partial(self._buffers.reserve, stream=stream))
+            written := self.kernels.measure_list(rows, part, fields, partial(self.rows.reserve, stream=stream))
         ) is None:
             return left, _NONE
         self.written.append(written)
@@ -163,7 +157,7 @@ class KernelStatistics:
     def drop(self, rows: Collection[int]) -> None:
         """Forget some rows."""
         self.written = [
-            KernelRows(tuple(DROPPED if owner in rows else owner for owner in written.owners), written.values)
+            written._replace(owners=tuple(DROPPED if owner in rows else owner for owner in written.owners))
             for written in self.written
         ]
         self.sizes = [entry for entry in self.sizes if entry[0] not in rows]
@@ -172,7 +166,7 @@ class KernelStatistics:
     def take(self) -> tuple[list[KernelRows], list[CountBuffer], list[tuple[int, int]]]:
         """Return the rows, the histograms and the sizes, and forget them."""
         taken = self.written, self.counts.take(), self.sizes
-        self._buffers.take()
+        self.rows.take()
         self.written, self.sizes = [], []
         return taken
 
@@ -273,7 +267,13 @@ class DeviceStatistics:
         if (kernels := self._kernels) is None or not kernels.kernels.takes(x):
             return False
         if fields.isdisjoint(HISTOGRAMS):
-            return fields != _NUMBER and kernels.add_plain(row, x, fields, self._streams.note())
+            if fields == _NUMBER:
+                return False
+            memory = partial(kernels.rows.reserve, stream=self._streams.note())
+            if (written := kernels.kernels.measure(row, x, fields, None, memory)) is None:
+                return False
+            kernels.written.append(written)
+            return True
         return self._add_with_kernels(row, x, fields, generator, self._streams.note())
 
     def _add_with_kernels(

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -54,10 +54,11 @@ class TensorList(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The chunks of a list of tensors on the device, and the tensor of each; see the kernel ``measure_list``."""
+    """The chunks of a list of tensors on the device, their number, and that of each tensor; see the kernel ``measure_list``."""
 
     values: Tensor
-    tensors: tuple[int, ...]
+    number: int
+    counts: tuple[int, ...]
 
 
 class Order(NamedTuple):
@@ -79,9 +80,9 @@ class KernelTables:
     Examples
     --------
     >>> tables = KernelTables(torch.device("cpu"))
-    >>> names, order, begin = tables.order_of((7, 8, 7))
+    >>> names, order, begin = tables.order_of((7, 8, 7), (1, 2, 1))
     >>> names, order.tolist(), begin.tolist()
-    ((7, 8), [0, 2, 1], [0, 2, 3])
+    ((7, 8), [0, 3, 1, 2], [0, 2, 4])
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -108,15 +109,16 @@ class KernelTables:
                 counted = first + i % histograms if histograms else -1
                 chunks.append((tensor, start // BLOCK, min(start + _CHUNK, size), counted))
             first += histograms
-        return Chunks(self._send([x for chunk in chunks for x in chunk]), tuple(c[0] for c in chunks))
+        counts = tuple(-(-size // _CHUNK) for size in sizes)
+        return Chunks(self._send([x for chunk in chunks for x in chunk]), len(chunks), counts)
 
-    def _order(self, owners: tuple[Any, ...]) -> Order:
-        """Return the owners, each once, and the numbers of those that belong to each."""
-        names = tuple(dict.fromkeys(owners))
-        number = {name: i for i, name in enumerate(names)}
-        order = sorted(range(len(owners)), key=lambda i: number[owners[i]])
-        ends = [i for i, (a, b) in enumerate(pairwise(order), 1) if owners[a] != owners[b]]
-        return Order(names, self._send(order), self._send((0, *ends, len(order))))
+    def _order(self, owners: tuple[Any, ...], counts: tuple[int, ...]) -> Order:
+        """Return the owners, each once, and the numbers of those that belong to each; each owner has as many as its count says."""
+        numbers: dict[Any, list[int]] = {owner: [] for owner in owners}
+        for owner, count, end in zip(owners, counts, accumulate(counts), strict=True):
+            numbers[owner] += range(end - count, end)
+        begin = (0, *accumulate(map(len, numbers.values())))
+        return Order(tuple(numbers), self._send([i for own in numbers.values() for i in own]), self._send(begin))
 
     def drawn_of(self, tensors: TensorList, drawn: Sequence[int]) -> Tensor:
         """Return the table ``(number of the tensor, size, histogram)`` of the tensors that are sampled."""
@@ -175,7 +177,10 @@ class TritonKernels:
     def __init__(self, device: torch.device) -> None:
         self._kernels, self._language = self.import_kernels()
         self.device = device
-        self._index, self._module = device.index, torch.get_device_module(device)
+        self._module = torch.get_device_module(device)
+        self._index = (
+            device.index if self._module.device_count() > 1 else None
+        )  # of a device that may not be the current one
         self._tables = KernelTables(device)
         self._no_counts = torch.zeros(1, dtype=torch.int32, device=device)
         self.works = True
@@ -212,7 +217,7 @@ class TritonKernels:
             and type(x) in _PLAIN
             and x.dtype in DTYPES
             and x.layout is torch.strided
-            and x.is_contiguous()
+            and (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last))
             and not is_transformed(x)
             and 0 < (n := x.numel()) <= _LIMIT
             and x.data_ptr() % 16 == 0
@@ -241,17 +246,17 @@ class TritonKernels:
         done = self._launch(
             self._kernels.measure_one,
             programs,
-            *(x if x.is_contiguous() else in_memory_order(x), n, values, share),
+            *(x, n, values, share),  # of x, the kernel takes the address
             *((self._no_counts, 1) if counts is None else (counts, len(counts))),
             COUNT=counts is not None,
             LEVEL=level_of(fields),
             BLOCK=BLOCK,
         )
-        return KernelRows((row,) * programs, values) if done else None
+        return KernelRows((row,), (programs,), values) if done else None
 
     def sample(self, x: Tensor, counts: Tensor, seed: int) -> bool:
         """Add the float codes of a sample to a histogram; return whether the launch succeeds."""
-        arguments = x if x.is_contiguous() else in_memory_order(x), x.numel(), counts, seed
+        arguments = x, x.numel(), counts, seed
         return self._launch(self._kernels.sample_one, SAMPLE // _DRAWN, *arguments, BLOCK=_DRAWN)
 
     def measure_list(
@@ -264,11 +269,11 @@ class TritonKernels:
         """Measure several tensors of one dtype as `measure` does."""
         xs, others, chunks = tensors.xs, tensors.others, self._tables.chunks_of(tensors)
         addresses, are_aligned = self._tables.addresses_of(tensors)
-        values = (reserve or self._rows)(len(chunks.tensors))
+        values = (reserve or self._rows)(chunks.number)
         has_counts = tensors.counts is not None
         done = self._launch(
             self._kernels.measure_list,
-            len(chunks.tensors),
+            chunks.number,
             *(addresses, len(xs), chunks.values, values, tensors.counts if has_counts else self._no_counts),
             DTYPE=getattr(self._language, DTYPES[xs[0].dtype]),
             OTHER=0 if not others else 2 if tensors.copies else 1,
@@ -277,7 +282,7 @@ class TritonKernels:
             LEVEL=level_of(fields),
             BLOCK=BLOCK,
         )
-        return KernelRows(tuple(rows[i] for i in chunks.tensors), values) if done else None
+        return KernelRows(tuple(rows), chunks.counts, values) if done else None
 
     def sample_list(self, tensors: TensorList, drawn: Sequence[int], counts: Tensor, seed: int) -> bool:
         """Add the float codes of samples of the tensors numbered `drawn` to a histogram each; return whether it succeeds."""
@@ -294,12 +299,12 @@ class TritonKernels:
     def merge(self, written: Sequence[KernelRows]) -> tuple[tuple[int, ...], Tensor]:
         """Return the numbers of the rows of the step, each once, and their values ``(rows, columns)`` on the device."""
         owners = tuple(owner for rows in written for owner in rows.owners)
-        names, order, begin = self._tables.order_of(owners)
+        counts = tuple(count for rows in written for count in rows.counts)
+        names, order, begin = self._tables.order_of(owners, counts)
         values = RowBuffers.together(written)
         merged = self._rows(len(names))
         if not self._launch(self._kernels.merge_rows, len(names), values, order, begin, merged, BATCH=_BATCH):
-            parts = [torch.stack([x for x, o in zip(values, owners, strict=True) if o == name]) for name in names]
-            merged = torch.stack([merge_rows(part) for part in parts])
+            merged = torch.stack([merge_rows(values[order[a:b]]) for a, b in pairwise(begin.tolist())])
         return names, merged
 
     def merge_counts(self, buffers: Sequence[CountBuffer]) -> tuple[tuple[tuple[int, tuple[str, ...]], ...], Tensor]:
@@ -309,7 +314,7 @@ class TritonKernels:
         counts = torch.cat(several) if several else buffers[0].counts
         keys = tuple((_DROPPED, ()) if owner is None else owner[:2] for owner in owners)
         scales = tuple(0.0 if owner is None else owner.scale for owner in owners)
-        names, order, begin = self._tables.order_of(keys)
+        names, order, begin = self._tables.order_of(keys, (1,) * len(keys))
         merged = torch.empty(len(names), CODES, dtype=torch.int64, device=self.device)
         arguments = counts, order, begin, self._tables.numbers(scales, torch.float64), merged
         if not self._launch(self._kernels.merge_codes, len(names) * (CODES // _BINS), *arguments, BLOCK=_BINS):
@@ -339,9 +344,21 @@ class TritonKernels:
         return torch.empty(count, len(COLUMNS), dtype=torch.float64, device=self.device)
 
 
+_compiled: dict[Any, Any] = {}
+
+
 def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel; `enable_fp_fusion` has a default that depends on the version of Triton, and a warning."""
-    kernel[(programs,)](*arguments, num_warps=8, enable_fp_fusion=True, **constants)
+    """Launch a kernel; `enable_fp_fusion` has a default that depends on the version of Triton, and a warning.
+
+    From the second launch of a variant on, the compiled kernel is called without Triton's search for it, which takes several times as
+    long as the launch.  Nothing else than the key decides what is compiled: addresses are multiples of 16, but for those of a list.
+    """
+    first = arguments[0]
+    key = kernel, first.dtype, first.device, *constants.values()
+    if (compiled := _compiled.get(key)) is not None:
+        compiled[programs, 1, 1](*arguments, *constants.values())
+    else:  # the interpreter compiles nothing
+        _compiled[key] = kernel[(programs,)](*arguments, num_warps=8, enable_fp_fusion=True, **constants)
 
 
 @cache
