@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import signal
 
 import hypothesis
@@ -46,7 +47,13 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Let Ctrl-C interrupt, and put all tensors that tests make on the device of the option ``--device``."""
+    """Let Ctrl-C interrupt, and put all tensors that tests make on the device of the option ``--device``.
+
+    Several processes compute with one thread each: OpenMP's threads wait for each other actively, so that twice as many threads as
+    cores take four times as long.
+    """
+    if config.getoption("numprocesses", None):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes that run tests start later
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in each process that a shell starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     name = config.getoption("--device")
