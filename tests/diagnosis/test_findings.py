@@ -1,6 +1,7 @@
 """The list of findings, which folds consequences into their causes, and its tables."""
 
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -128,6 +129,17 @@ def test_a_training_that_goes_back_has_the_findings_before_that_step(steps, step
     assert list(whole) == list(part)
 
 
+def test_an_end_and_a_severity_are_taken_back_with_their_steps():
+    found, seen = FindingList({}), []
+    found.add(finding("rule", "info"), 1)
+    found.end("rule", 5)
+    found.aggravate("rule", "error", 7)
+    for step in (8, 7, 5, 1):
+        found.retract(step)
+        seen.append([(each.ended, each.severity) for each in found])
+    assert seen == [[(5, "error")], [(5, "info")], [(None, "info")], []]
+
+
 def test_only_the_last_200_changes_can_be_taken_back():
     found = FindingList({})
     for step in range(250):
@@ -239,6 +251,26 @@ def test_the_table_has_a_line_for_each_finding_and_indented_lines_of_details(ter
     widths = [len(line) for line in Findings([second]).lines()[2:5]]
     assert max(widths) == 94
     assert Findings([Finding("empty", "info", "")]).lines()[2] == "info      empty  -       -     "
+
+
+@pytest.mark.parametrize(
+    "found",
+    [Findings([Finding("rule", "info", "a " * 200)]), Findings(skipped={"rule": "a " * 200})],
+    ids=["table", "reasons"],
+)
+def test_lines_that_no_terminal_shows_have_120_characters(found, monkeypatch):
+    def refuse(*arguments):
+        raise OSError("no terminal")
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(os, "get_terminal_size", refuse)
+    assert max(map(len, found.lines())) in (119, 120)
+
+
+def test_a_word_of_a_reason_is_not_divided(terminal):
+    terminal(40)
+    word = "x" * 30 + "-" + "y" * 30
+    assert f"    {word}" in Findings(skipped={"rule": f"because {word} is so"}).lines()
 
 
 def test_a_style_is_that_of_the_severity_alone():

@@ -86,11 +86,20 @@ def test_falling_losses(losses, expected):
 
 @pytest.mark.parametrize(
     ("bounds", "last", "expected"),
-    [([-0.5, -0.6], 5.0, True), ([-0.5, 0.45], 5.0, False), ([-0.5, -0.6], 9.5, False), ([2.0], 5.0, False)],
+    [
+        ([-0.5, -0.6], [5.0] * 5, True),
+        ([-0.5, 0.45], [5.0] * 5, False),
+        ([2.0], [5.0] * 5, False),
+        ([-0.15], [5.0] * 5, True),
+        ([-0.1], [5.0] * 5, False),
+        ([-0.5, -0.6], [9.0] * 5, True),
+        ([-0.5, -0.6], [8.9, 8.9, 9.1, 20.0, 20.0], False),
+        ([-0.5, -0.6], [9.5] * 5, False),
+    ],
 )
 def test_a_noisy_loss_falls_if_the_weights_have_lowered_it(bounds, last, expected):
     """The values differ from 3 to 7 between batches; 2% of 5 is 0.1."""
-    known = history([4, 6, 5, 3, 7, *[last] * 5])
+    known = history([4, 6, 5, 3, 7, *last])
     for step, bound in enumerate(bounds):
         known.add("loss_change_bound", None, step, bound)
     assert known.loss_falls is expected
@@ -170,6 +179,8 @@ def test_series_are_those_of_their_kind_and_pass_in_the_order_of_the_network():
         ("x", "testing", None, [6.0], [3]),
     ]
     assert [name for name, _ in known.fresh("x")] == ["b", "a", "unknown"]
+    known.add("x", "b.bias", 7, 7.0)
+    assert [name for name, _ in known.fresh("x")] == ["b", "b.bias", "a", "unknown"]
     assert [name for name, _ in known.matrices("x")] == ["b", "a", "unknown"]
     assert known.now("x") is known.curve("x") is known.curves("x")["b"]
     assert (known.now("x", "testing"), known.curve("x", "testing").last) == (None, 6.0)

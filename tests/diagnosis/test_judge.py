@@ -9,7 +9,7 @@ from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ikkuna.diagnosis import Finding, History, Judge, Network, Rule, Score, get_rules
@@ -209,6 +209,8 @@ def test_two_rules_that_explain_each_other_leave_one_finding():
 VALUES = st.sampled_from([0.0, 0.49, 0.5, 0.51, 0.99, 1.0, 3.0, 3.0, 3.0, math.nan])
 
 
+@example(steps=[{"a": 3.0}, {"a": 0.5}, {"a": 3.0}], patience=1, release=0.5)
+@example(steps=[{"a": 3.0}, {"a": 0.49}, {"a": 3.0}], patience=1, release=0.5)
 @given(
     steps=st.lists(st.fixed_dictionaries({}, optional={"a": VALUES, "b": VALUES}), max_size=25),
     patience=st.integers(1, 3),

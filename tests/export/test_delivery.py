@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ikkuna.export.messages import MessageBus, NetworkMessage, Stamp
 from ikkuna.export.subscriber import Subscriber
 from ikkuna.metrics.bus.delivery import Event, Finished, Item, Losses
+from ikkuna.metrics.messages.batch import MessageBatch
 from ikkuna.metrics.subscriber.base import StepLosses
 from tests.export.test_rows import STAMP, Case, Ranks, Summing
 
@@ -223,6 +224,34 @@ def test_an_event_is_delivered_to_the_subscribers_of_its_kind(bus, run, is_held)
         bus.drain()
     assert (first.seen, other.seen, then.seen) == ([4], [], [4])
     assert run.calls == [(4, "a", 4.0), (4, "c", 4.0)]
+
+
+class Evaluating(Handling):
+    """Evaluates the model, so that it handles events before training changes it."""
+
+    needs_model = True
+
+
+def test_a_subscriber_that_evaluates_the_model_handles_an_event_once_and_before_its_delivery(bus, run):
+    other, early = Handling("epoch_finished", "a"), Evaluating("epoch_finished", "b")
+    for each in (other, early):
+        bus.register_subscriber(each)
+    event = Event(NetworkMessage(Stamp(4, 4, 1), "epoch_finished"))
+    event.evaluate(bus)
+    assert (other.seen, early.seen, run.calls) == ([], [4], [])
+    bus.queue.append(event)
+    bus.drain()
+    assert (other.seen, early.seen) == ([4], [4])
+    assert sorted(run.calls) == [(4, "a", 4.0), (4, "b", 4.0)]
+
+
+def test_subscribers_receive_what_is_expected_in_the_order_of_registration(bus, run):
+    for kind in "abc":
+        bus.register_subscriber(Handling("epoch_finished", kind))
+    batch = MessageBatch.of(NetworkMessage(Stamp(4, 4, 1), "epoch_finished"))
+    bus.expected = {registered: [batch] for registered in reversed(bus.registered)}
+    bus.settle()
+    assert run.calls == [(4, kind, 4.0) for kind in "abc"]
 
 
 @pytest.mark.parametrize("is_held", [False, True])

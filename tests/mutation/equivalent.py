@@ -1,5 +1,7 @@
 """Mutants that no test can tell from the original, each with the reason."""
 
+_ENOUGH = "1e-14 * n < s2 and math.isfinite(s4)"
+
 EQUIVALENT = {
     f"{file}: {change} in {line}": reason
     for file, changes in {
@@ -10,11 +12,6 @@ EQUIVALENT = {
                 "the first 16 losses have no score, so none of step 0 or 1 is judged",
             ),
             ("1 -> 2", 'before = memory.get("step", -|1)', "no step is below 0"),
-            (
-                "found[2] > -math.inf -> found[2] >= -math.inf",
-                "fresh = [found for found in history.loss_scores if found[0] > before and |found[2] > -math.inf]",
-                "both leave NaN out, and a score of -inf is that of a healthy step",
-            ),
             (
                 "bounds.step > last -> bounds.step >= last",
                 "if |bounds.step > last:",
@@ -186,13 +183,25 @@ EQUIVALENT = {
                 "if not |curves.keys() >= set(names):",
                 "names that are known are inserted again, in the same order",
             ),
+            (
+                "True -> False",
+                "return tuple(list(zip(self.steps, self.values, strict=|True))[-number:])",
+                "a series has as many steps as values",
+            ),
         ),
-        "ikkuna/diagnosis/findings.py": tuple(
-            ("24 -> 48", line, "the height of a terminal is not read")
-            for line in (
-                "width = max(shutil.get_terminal_size((120, |24)).columns, 40)",
-                "width = max(shutil.get_terminal_size((120, |24)).columns - indent, 40)",
-            )
+        "ikkuna/diagnosis/findings.py": (
+            *(
+                ("24 -> 48", line, "the height of a terminal is not read")
+                for line in (
+                    "width = max(shutil.get_terminal_size((120, |24)).columns, 40)",
+                    "width = max(shutil.get_terminal_size((120, |24)).columns - indent, 40)",
+                )
+            ),
+            (
+                "True -> False",
+                'return "  ".join((*(cell.ljust(size) for cell, size in zip(cells, widths, strict=|True)), text))',
+                "there is a width for each cell",
+            ),
         ),
         "ikkuna/numerics/statistics/host.py": (
             *(
@@ -224,13 +233,176 @@ EQUIVALENT = {
                 "the other way computes the same in float64, with more checks",
             ),
             ("1 -> 2", "_LONG, _PIECE = |1 << 20, 1 << 10", "pieces of another size have the same sum up to rounding"),
+            *(
+                (
+                    "fields <= _COUNTED -> fields < _COUNTED",
+                    line,
+                    "both ways count the same elements, and one of them also reads them",
+                )
+                for line in (
+                    "is_counted = weight != 1 or |fields <= _COUNTED",
+                    "if kernels is not None and not implied_zeros and weight == 1 and not |fields <= _COUNTED:",
+                    "if |fields <= _COUNTED:",
+                )
+            ),
+            *(
+                (change, line, "pieces of another size have the same sum up to rounding")
+                for change, line in (
+                    ("20 -> 40", "_LONG, _PIECE = 1 << |20, 1 << 10"),
+                    ("1 -> 2", "_LONG, _PIECE = 1 << 20, |1 << 10"),
+                    (
+                        "flat.split(size) if flat.numel() > size else (flat,) -> "
+                        "flat.split(size) if not flat.numel() > size else (flat,)",
+                        "chunks = |flat.split(size) if flat.numel() > size else (flat,)",
+                    ),
+                )
+            ),
+            ("True -> False", "_EMPTY: _Found = dict(zip(COLUMNS, EMPTY.tolist(), strict=|True))", "both are columns"),
+            *(
+                (change, line, "the other way computes the same in float64, with more checks")
+                for change, line in (
+                    (
+                        "if found is None and x.dtype == np.float32: -> "
+                        "if not (found is None and x.dtype == np.float32):",
+                        "|if found is None and x.dtype == np.float32:",
+                    ),
+                    (
+                        "found is None and x.dtype == np.float32 -> found is None or x.dtype == np.float32",
+                        "if |found is None and x.dtype == np.float32:",
+                    ),
+                    ("found is None -> found is not None", "if |found is None and x.dtype == np.float32:"),
+                    *(
+                        (change, f"return {line}")
+                        for change, line in (
+                            (
+                                "x.dtype == np.float64 or squares > 1e-28 * len(x) or (not x.any()) -> "
+                                "x.dtype == np.float64 and squares > 1e-28 * len(x) and (not x.any())",
+                                "math.isfinite(squares) and (|x.dtype == np.float64 or squares > 1e-28 * len(x) or not x.any())",
+                            ),
+                            (
+                                "squares > 1e-28 * len(x) -> squares >= 1e-28 * len(x)",
+                                "math.isfinite(squares) and (x.dtype == np.float64 or |squares > 1e-28 * len(x) or not x.any())",
+                            ),
+                            (
+                                "1e-28 * len(x) -> 1e-28 / len(x)",
+                                "math.isfinite(squares) and (x.dtype == np.float64 or squares > |1e-28 * len(x) or not x.any())",
+                            ),
+                            (
+                                "1e-28 -> 2e-28",
+                                "math.isfinite(squares) and (x.dtype == np.float64 or squares > |1e-28 * len(x) or not x.any())",
+                            ),
+                        )
+                    ),
+                    *(
+                        (change, f"if x.dtype == np.float32 and s2 and not (|{_ENOUGH}):")
+                        for change in (
+                            "1e-14 * n < s2 -> 1e-14 * n <= s2",
+                            "1e-14 * n -> 1e-14 / n",
+                            "1e-14 -> 2e-14",
+                        )
+                    ),
+                )
+            ),
             (
-                "fields <= _COUNTED -> fields < _COUNTED",
-                "is_counted = weight != 1 or |fields <= _COUNTED",
-                "both ways count the same elements, and one of them also reads them",
+                "fields & _MOMENTS -> fields | _MOMENTS",
+                "if |fields & _MOMENTS and not _add_moments(found, x, squares, fields):",
+                "columns that were not requested are arbitrary",
+            ),
+            *(
+                ("0.0 -> 1.0", f"pivot, s1, s2, s3, s4 = 0.0, _sum(x), squares, {rest}", "it is set before it is read")
+                for rest in ("|0.0, 0.0", "0.0, |0.0")
+            ),
+            *(
+                (
+                    change,
+                    f"if {line} or not math.isfinite(squares):",
+                    "both pivots are precise enough, and one costs more",
+                )
+                for change, line in (
+                    (
+                        "n * (s1 / n) * (s1 / n) > (0.01 if is_high else 0.5) * squares -> "
+                        "n * (s1 / n) * (s1 / n) >= (0.01 if is_high else 0.5) * squares",
+                        "|n * (s1 / n) * (s1 / n) > (0.01 if is_high else 0.5) * squares",
+                    ),
+                    ("s1 / n -> s1 * n", "n * (|s1 / n) * (s1 / n) > (0.01 if is_high else 0.5) * squares"),
+                    ("s1 / n -> s1 * n", "n * (s1 / n) * (|s1 / n) > (0.01 if is_high else 0.5) * squares"),
+                    ("0.01 -> 0.02", "n * (s1 / n) * (s1 / n) > (|0.01 if is_high else 0.5) * squares"),
+                )
+            ),
+            *(
+                ("1 -> 2", f"total += float(np.matmul({line}).sum(dtype=np.float64))", "any negative size is computed")
+                for line in (
+                    "x[:whole].reshape(-|1, 1, _PIECE), right.reshape(-1, _PIECE, 1)",
+                    "x[:whole].reshape(-1, 1, _PIECE), right.reshape(-|1, _PIECE, 1)",
+                )
+            ),
+            ("64 -> 128", "_FIRST_CAPACITY = |64", "the table grows to what is needed"),
+            (
+                "count > len(self.values) -> count >= len(self.values)",
+                "if |count > len(self.values):",
+                "it has that row",
+            ),
+            *(
+                (change, line, "a view of all elements is read as its copy is")
+                for change, line in (
+                    ("flat.numel() <= CHUNK -> flat.numel() < CHUNK", "if |flat.numel() <= CHUNK:"),
+                    ("if flat.numel() <= CHUNK: -> if not flat.numel() <= CHUNK:", "|if flat.numel() <= CHUNK:"),
+                )
+            ),
+        ),
+        "ikkuna/report/difference.py": (
+            (
+                "1 -> 2",
+                "position, natural = order.key(module) if module is not None else (-|1, [])",
+                "the network is before all modules, and behind them in the backward pass",
+            ),
+            (
+                "distance > least -> distance >= least",
+                "if not (|distance > least).any():",
+                "no difference is found either way, because none exceeds what is allowed",
+            ),
+            *(
+                ("True -> False", line, "there is one for each")
+                for line in (
+                    "for i, (own, rounding) in enumerate(zip(distance.tolist(), least.tolist(), strict=|True)):",
+                    "for content, (steps, values) in zip((first, second), chosen, strict=|True):",
+                )
+            ),
+        ),
+        "ikkuna/metrics/bus/delivery.py": (
+            (
+                "not registered.disabled -> registered.disabled",
+                "if is_sampled and registered.subscription.modules is None and |not registered.disabled:",
+                "the other way selects the same, and nothing is delivered to a disabled subscriber",
+            ),
+            (
+                "Result | Later -> Result & Later",
+                "_Early = dict[Registered, Sequence[|Result | Later]]",
+                "the type is not read while the program runs",
             ),
         ),
         "ikkuna/flight_recorder/recorder.py": (
+            *(
+                (change, line, "there are at least as many places as rows, and only those of rows are read")
+                for change, line in (
+                    ("0 -> 1", "self._was_bad = np.zeros(|0, np.bool_)"),
+                    ("count > len(self._is_known) -> count >= len(self._is_known)", "if |count > len(self._is_known):"),
+                    (
+                        "count - len(self._is_known) -> count + len(self._is_known)",
+                        "more = np.zeros(|count - len(self._is_known), np.bool_)",
+                    ),
+                )
+            ),
+            (
+                "0 -> 1",
+                "largest = int(counts.max(initial=|0))",
+                "it is only compared with the largest number of 32 bits",
+            ),
+            (
+                "False -> True",
+                "self._nonfinite, self._spike, self._has_spiked = NonFiniteTrigger(), SpikeScore(), |False",
+                "the first loss has no score, which sets it to false",
+            ),
             (
                 "1 -> 2",
                 "if not self._any_was_bad and not np.count_nonzero(values[:, _NANS : _INFS + |1]):",

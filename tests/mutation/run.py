@@ -1,7 +1,7 @@
 """Runs the tests on mutants: ``python -m tests.mutation.run --count 300 --seed 0``.
 
 The first run records which tests run which lines, with one run of the ordinary suite; ``--record PATH`` adds new tests.
-Each mutant is then tested with tests of its lines, for 30 seconds at most: first those that run little of other files,
+Each mutant is then tested with tests of its lines, for 30 seconds at most: first those that run the fewest lines,
 of these the fastest case of each function first.  One that fails a test is killed.
 Results are kept in ``.mutation``, and a run that was interrupted goes on where it stopped.
 """
@@ -81,8 +81,8 @@ class Selection:
         recorded = json.loads(path.read_text())
         self._known = known
         self._durations, self._lines, self._seconds = recorded["durations"], recorded["lines"], seconds
-        self._own = {file: Counter(chain.from_iterable(lines.values())) for file, lines in self._lines.items()}
-        self._all = sum(self._own.values(), Counter[str]())  # by test, how many lines it runs
+        contexts = (names for lines in self._lines.values() for names in lines.values())
+        self._sizes = Counter[str](chain.from_iterable(contexts))  # how many lines a test runs
         self._setup: dict[str, float] = {}  # of a file's fixtures, which its first test makes
         for name, duration in self._durations.items():
             file = name.partition("::")[0]
@@ -95,7 +95,7 @@ class Selection:
         names = names or {name for line in mutant.lines for name in by_line.get(str(line), ())}
         names &= self._known
         chosen, total, files = [], 0.0, set[str]()
-        for name in self._ranked(names, mutant.file):
+        for name in self._ranked(names):
             file = name.partition("::")[0]
             total += self._call(name) + (0.0 if file in files else self._setup.get(file, 1.0))
             if chosen and total > self._seconds:
@@ -104,13 +104,13 @@ class Selection:
             files.add(file)
         return chosen
 
-    def _ranked(self, names: Iterable[str], file: str) -> list[str]:
-        """Return the tests that run little else first; of them the fastest case of each function, then the second, and so on."""
+    def _ranked(self, names: Iterable[str]) -> list[str]:
+        """Return the tests of few lines first; of about the same number the fastest case of each function, then the second."""
         cases: Counter[str] = Counter()
         ranked = []
         for name in sorted(names, key=lambda name: (self._cost(name), name)):
-            function, is_of_others = name.partition("[")[0], self._all[name] > 2 * self._own[file][name]
-            ranked.append((is_of_others, cases[function], self._cost(name), name))
+            function, size = name.partition("[")[0], self._sizes[name].bit_length()
+            ranked.append((size, cases[function], self._cost(name), name))
             cases[function] += 1
         return [name for *_, name in sorted(ranked)]
 
