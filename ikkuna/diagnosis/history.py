@@ -230,6 +230,7 @@ class History:
     def clear(self) -> None:
         """Forget everything but the network."""
         self.step = -1
+        self._nonfinite_step: int | None = None  # the last one
         self.begin: int | None = None
         self.memory: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
         self._curves: defaultdict[tuple[str, str], dict[str | None, TimeSeries]] = defaultdict(dict)
@@ -243,6 +244,11 @@ class History:
         score = self.loss_score.add(value)
         self.loss_scores.append((step, value, score))
         return score
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all values of the present step are finite, as far as their sums show that."""
+        return self._nonfinite_step != self.step
 
     @property
     def is_complete(self) -> bool:
@@ -260,6 +266,8 @@ class History:
         if self.begin is None:
             self.begin = step
         self.step = max(self.step, step)
+        if not math.isfinite(sum(values)):
+            self._nonfinite_step = step
         self._fresh.clear()
         curves = self._curves[kind, pass_name]
         if not curves.keys() >= set(names):

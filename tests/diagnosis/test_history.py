@@ -202,6 +202,30 @@ def test_series_are_those_of_their_kind_and_pass_in_the_order_of_the_network():
     assert (known.is_complete, [name for name, _ in known.matrices("x")]) == (True, ["b"])
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_step_is_finite_if_all_of_its_values_are(value):
+    known = History()
+    assert known.is_finite
+    known.add_all("x", ("a", "b"), 5, (1.0, value))
+    known.add("y", None, 5, 2.0)
+    assert not known.is_finite
+    known.add("y", None, 6, 2.0)
+    assert known.is_finite
+    known.add("y", None, 7, value)
+    known.clear()
+    assert known.is_finite
+
+
+def test_what_is_fresh_follows_the_values_of_the_step():
+    known = History(Network([ModuleEntry("a", "Linear", (("weight", (2, 2)),)), ModuleEntry("b", "Linear")]))
+    known.add("x", "a", 3, 1.0)
+    assert [name for name, _ in known.fresh("x")] == [name for name, _ in known.matrices("x")] == ["a"]
+    known.add("x", "b", 3, 1.0)
+    assert [name for name, _ in known.fresh("x")] == [name for name, _ in known.matrices("x")] == ["a", "b"]
+    known.add("x", "b", 4, 1.0)
+    assert [name for name, _ in known.fresh("x")] == [name for name, _ in known.matrices("x")] == ["b"]
+
+
 def test_the_scores_of_the_last_1024_losses_are_kept():
     known = History()
     returned = [(step, float(step % 7), known.score_loss(step, float(step % 7))) for step in range(1030)]

@@ -10,7 +10,7 @@ import ikkuna
 from ikkuna import schedules
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export import Exporter
-from ikkuna.export.messages import MessageBus
+from ikkuna.export.messages import MessageBus, Stamp
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
     HistogramSubscriber,
@@ -19,6 +19,8 @@ from ikkuna.export.subscriber import (
     RatioSubscriber,
     SpectralNormSubscriber,
 )
+from ikkuna.metrics.subscriber.registered import Registered
+from ikkuna.observation.rows.plan import Demand
 from ikkuna.testing import RecordingBackend
 
 
@@ -175,6 +177,23 @@ def test_a_later_exporter_of_the_bus_is_not_paused():
     exporter.message_bus.register_subscriber(NormSubscriber("weights", backend=backend))
     train(exporter, model, 2)
     assert steps_of(backend) == [0, 1]
+
+
+def test_a_plan_has_the_subscribers_that_sample_its_step():
+    asked = [
+        *(NormSubscriber("weights", every=n) for n in (1, 2, 6)),
+        NormSubscriber("weights", every=3, start=8),
+        NormSubscriber("weights", every=2, stop=30),
+        NormSubscriber("weights", tag="testing"),
+        NormSubscriber("weights", schedule=lambda step: step % 5 == 2),
+    ]
+    asked[1].subscription = asked[1].subscription.thinned(20, 4)
+    registered, demand = tuple(map(Registered, asked)), Demand()
+    for step in range(60):
+        registered[0].disabled = 40 <= step < 50
+        for stamp in (Stamp(step, step, 0), Stamp(step, step, 0, "testing")):
+            expected = tuple(each for each in registered if each.samples(stamp))
+            assert demand.plan(registered, stamp).subscriptions == expected
 
 
 def test_watch_replaces_the_steps_of_its_metrics(tmp_path):
