@@ -270,9 +270,9 @@ class NonFiniteRule(Rule, mistake=NONFINITE):
         """Yield 1 for the module that comes first, or for the network if only the loss is not finite."""
         if history.memory[self.name].get("found"):
             return
-        places = (self._inputs, self._producer, self._module, self._loss, self._gradient)
-        if history.is_finite:  # nothing but what another subscriber has found
-            places = (self._producer,)  # type: ignore[assignment]
+        places = [self._producer]  # what another subscriber has found
+        if not history.is_finite:
+            places = [self._inputs, self._producer, self._module, self._loss, self._gradient]
         found = next(filter(None, (place(history) for place in places)), None)
         history.memory[self.name]["found"] = found is not None
         yield found or Score(0.0, 0.0)
