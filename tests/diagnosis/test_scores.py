@@ -394,6 +394,14 @@ def test_gradients_of_a_backward_that_gave_zeros_are_those_of_earlier_steps():
     assert last("clipped_hard", series, 1) == pytest.approx(1e-8)
 
 
+def test_a_gradient_whose_share_of_a_backward_is_no_number_has_no_score():
+    least = dict.fromkeys(LAYERS, 5e-324)
+    series = layers("weight_gradients_norm2", **least) | layers(
+        "weight_micro_gradients_norm2", fc0=4.0, fc1=4.0, head=4.0
+    )
+    assert not [*scores("clipped_hard", series, 1)]
+
+
 def test_weights_without_an_optimizer_do_not_count():
     series = layers("weight_gradients_norm2", fc0=0.01, fc1=0.01) | layers("weight_micro_gradients_norm2")
     unowned = {("unowned_parameters", name): sampled([1.0]) for name in ("fc0", "fc1")}
@@ -420,6 +428,7 @@ def spiked(sample, factor, **others):
         (spiked(12, 30.0), 121, 1.0),
         (spiked(11, 30.0), 111, None),
         (spiked(20, 0.0), 201, None),
+        (spiked(20, math.inf), 201, math.inf),
     ],
 )
 def test_the_score_of_a_spike_of_gradients(series, steps, score):
