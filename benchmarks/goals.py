@@ -21,7 +21,9 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ import rules
 import torch
 from overhead import FULL, MODELS, Workload, bare, floor, histograms, norms, watched
 from scaling import chain
+from torch.optim import optimizer as torch_optimizer
 
 import ikkuna
 from ikkuna.export.subscriber import NormSubscriber
@@ -40,6 +43,8 @@ from ikkuna.numerics.statistics.native.kernels import ListMemory, flags_of
 
 Found = dict[str, tuple[float, float | None]]
 """By name, what was measured and its limit."""
+
+GLOBAL_HOOKS = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
 
 Attach = Callable[[Workload], object]
 
@@ -63,7 +68,9 @@ GOALS = {
     "default preset, mean at every=10, ResNet-50, %": "1",
     "rules, mean, mlp, %": "0.5",
     "judging the loss of every step, mlp, %": "0.3",
+    "judging the loss of every step, mlp, standard error, %": "0.05",
     "all judging, mean, mlp, %": "1",
+    "all judging, mean, mlp, standard error, %": "0.05",
     "norms, GPT-2 shape, floors": "0.5",
     "norms, ResNet-50, floors": "0.95",
     "default preset at every step, GPT-2 shape, %": "16",
@@ -283,44 +290,75 @@ def means() -> Found:
 
 
 def judging() -> Found:
-    """Measure what it costs to judge the loss of a step of an MLP, of about 27 ms, and what all judging costs.
+    """Measure what it costs to judge the loss of a step of an MLP, of about 25 ms, and what all judging costs.
 
-    The first is that of a step between two that are sampled.  All judging has the gradients, NaN and Inf, and the
-    flight recorder, and is a mean over all steps.
+    The first is that of a step between two that are sampled.  All judging has the gradients, NaN and Inf, the flight
+    recorder and what is delivered, and is a mean over all steps.
     """
-    with tempfile.TemporaryDirectory() as directory:
-
-        def judged(work: Workload, **options: Any) -> None:
-            own, silent = NormSubscriber("weights", subsample=10**9), {"log_dir": directory, "verbosity": 0}
-            work.close = ikkuna.watch(work.model, own, loss=work.loss, preflight=False, **silent, **options).close
-
-        attach = {"judged": partial(judged, rules=["loss_spike"], recorder=False)}
-        attach["all"] = partial(judged, rules=["loss_spike", "nonfinite"])
-        works = attached(MODELS["mlp"], {"bare": bare, **attach})
-        share_memory(list(works.values()))
-        for name in attach:
-            rules.warm(works[name], 320)
-        times: dict[str, list[list[float]]] = {name: [[] for _ in range(rules.PERIOD)] for name in works}
-        for step in range(15 * rules.PERIOD):
-            for name in sorted(works, reverse=bool(step % 2)):  # so that none always follows the same one
-                times[name][step % rules.PERIOD].append(timed(works[name].step))
-        for work in works.values():
-            work.close()
+    found: Found = {}
     idle = [i for i in range(rules.PERIOD) if i % 10]
-    more = {name: np.array(of) - np.array(times["bare"]) for name, of in times.items()}
-    step = float(np.median(times["bare"]))
-    return {
-        "judging the loss of every step, mlp, %": (float(np.median(more["judged"][idle])) / step * 100, 0.0),
-        "all judging, mean, mlp, %": (float(np.median(more["all"], axis=1).mean()) / step * 100, 0.0),
-    }
+    for title, chosen, options in (
+        ("judging the loss of every step, mlp", idle, {"rules": ["loss_spike"], "recorder": False}),
+        ("all judging, mean, mlp", list(range(rules.PERIOD)), {"rules": ["loss_spike", "nonfinite"]}),
+    ):
+        with tempfile.TemporaryDirectory() as directory:
+            work, run = MODELS["mlp"](), torch.autograd._engine_run_backward
+            own, silent = NormSubscriber("weights", subsample=10**9), {"log_dir": directory, "verbosity": 0}
+            close = ikkuna.watch(work.model, own, loss=work.loss, preflight=False, **silent, **options).close
+            rules.warm(work, 320)
+            for _ in range(3 * rules.PERIOD):  # the loss jumps, which is judged as a spike, and no spike later
+                work.step()
+            more: list[list[float]] = [[] for _ in range(rules.PERIOD)]
+            bare_times = []
+            order = np.random.default_rng(0).permuted([[True, False]] * 60 * rules.PERIOD, axis=1).tolist()
+            for step, is_watched in enumerate(order):
+                seconds = {}
+                for each in is_watched:
+                    with unhooked(work, run):
+                        seconds[each] = 0.0 if each else timed(work.step)
+                    if each:
+                        seconds[each] = timed(work.step)
+                more[step % rules.PERIOD].append(seconds[True] - seconds[False])
+                bare_times.append(seconds[False])
+            close()
+        unit = float(np.median(bare_times)) / 100
+        mean, error = trimmed_mean([np.array(more[i]) / unit for i in chosen])
+        found |= {f"{title}, %": (mean, 0.0), f"{title}, standard error, %": (error, None)}
+    return found
 
 
-def share_memory(works: list[Workload]) -> None:
-    """Let models have the same weights and inputs: where these lie changes the time of a step by more than a hook takes."""
-    for work in works:
-        work.inputs, work.labels = works[0].inputs, works[0].labels
-        for own, first in zip(work.model.parameters(), works[0].model.parameters(), strict=True):
-            own.data = first.data
+@contextmanager
+def unhooked(work: Workload, run_backward: Any) -> Iterator[None]:
+    """Remove all hooks for a while.
+
+    Two models would differ by where their memory lies, which changes the time of a step by more than hooks take.
+    """
+    modules = {module: (module._forward_hooks, module._forward_pre_hooks) for module in (work.model, work.loss)}
+    steps = [(hooks, dict(hooks)) for hooks in map(vars(torch_optimizer).get, GLOBAL_HOOKS)]
+    hooked = torch.autograd._engine_run_backward
+    for module in modules:
+        module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
+    for hooks, _ in steps:
+        hooks.clear()
+    torch.autograd._engine_run_backward = run_backward
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = hooked
+        for hooks, kept in steps:
+            hooks.update(kept)
+        for module, (after, before) in modules.items():
+            module._forward_hooks, module._forward_pre_hooks = after, before
+
+
+def trimmed_mean(groups: list[Any]) -> tuple[float, float]:
+    """Return the mean over groups of their means without the lowest and highest fifth, and its standard error."""
+    means, errors = [], []
+    for values in groups:
+        low, high = np.quantile(values, (0.2, 0.8))
+        means.append(values[(values >= low) & (values <= high)].mean())
+        errors.append(np.clip(values, low, high).std(ddof=1) / 0.6 / len(values) ** 0.5)
+    return float(np.mean(means)), float(np.sqrt(np.square(errors).sum()) / len(errors))
 
 
 def peak(step: Callable[[], object]) -> int:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import RLock, get_ident
 from time import perf_counter
 from typing import Any, Protocol, cast
@@ -87,11 +88,17 @@ class IdleSteps:
     prepare_next : callable
         Prepares the hooks of modules for the next step.
 
-    Attributes
-    ----------
-    steps : int
-        Number of steps that were counted here.
     """
+
+    # Native functions handle the usual events where there are some; the methods below define what they do with these slots.
+    __slots__ = (
+        *("__weakref__", "_arguments", "_behind", "_bus", "_call", "_computing", "_context", "_ended"),
+        *("_handlers", "_hooks", "_is_native", "_is_shared", "_left", "_lock", "_logged", "_loss"),
+        *("_loss_arguments", "_losses", "_most", "_nodes", "_number", "_on_host", "_optimizer", "_output"),
+        *("_owned", "_plan", "_plans", "_prepare_next", "_queue", "_refusals", "_root", "_run", "_seen"),
+        *("_size", "_steps", "_stop_looking", "_takes_losses", "_thread", "_thread_state", "_threshold"),
+        *("_tracker", "_waits"),
+    )
 
     def __init__(
         self,
@@ -103,17 +110,20 @@ class IdleSteps:
         prepare_next: Callable[[], object],
     ) -> None:
         self._bus, self._context, self._hooks, self._logged = bus, context, hooks, logged
+        self._queue = bus.queue
         self._is_shared, self._prepare_next = is_shared, prepare_next
         self._tracker = context.tracker
         self._thread_state = context.error_guard.thread
         self._handlers: dict[Callable[..., object], Callable[..., bool]] = {
             ForwardHooks.root_begins: self._root_begins,
             ForwardHooks.root_ends: self._root_ends,
-            OptimizerHooks.optimizer_begins: self._optimizer_begins,
-            OptimizerHooks.optimizer_ends: self._optimizer_ends,
             LossHooks.loss_called: self._loss_called,
             LossHooks.backward_starts: self._backward_starts,
+            OptimizerHooks.optimizer_begins: self._optimizer_begins,
+            OptimizerHooks.optimizer_ends: self._optimizer_ends,
         }
+        native = (partial(event, weakref.ref(self)) for event in context.native.events)
+        context.native_handlers = dict(zip(self._handlers, native, strict=False))
         self._lock = RLock()  # another thread may use the tracker to log a value
         self._seen, self._left, self._thread = _OFF, 0.0, 0
         self._computing = _RETURNED  # what an optimizer's step follows
@@ -123,9 +133,9 @@ class IdleSteps:
         self._root: weakref.ref[nn.Module] | None = None
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._number, self._size, self._owned = 0, 0, frozenset[int]()
-        self._lap: tuple[float, float] | None = None
+        self._ended: tuple[int, float, float] | None = None
         # losses
-        self._takes_losses, self._threshold = False, 0.0
+        self._takes_losses, self._is_native, self._threshold = False, False, 0.0
         self._stop_looking: Callable[[], object] = int
         self._output: weakref.ref[Tensor] | None = None
         self._call: _LossCall | None = None
@@ -133,9 +143,14 @@ class IdleSteps:
         self._loss_arguments: tuple[Any, ...] = ()
         self._loss = 0.0
         self._nodes = self._behind = 0  # numbers of the first node of the open forward, and of the first behind it
-        self._losses = StepLosses()
+        self._losses, self._most = StepLosses(), 0.0
         self._on_host: tuple[object, bool] = (), True
-        self.steps = 0
+        self._steps = 0
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that were counted here."""
+        return self._steps + len(self._losses.losses)
 
     # -- when -----------------------------------------------------------------------------------------------------
 
@@ -149,7 +164,8 @@ class IdleSteps:
         elif (left := plans.count_idle()) > 0 and self._find(plan := plans.of_next_step()):
             context = self._context
             self._plan, self._plans, self._left, self._run = plan, plans, left, self._bus.run
-            self._thread, self._seen, self._lap = get_ident(), _NOTHING, None
+            self._thread, self._seen, self._ended = get_ident(), _NOTHING, None
+            self._is_native = self._is_on_host()  # on a device a CUDA graph may be captured
             self._computing = _COMPUTING if self._takes_losses else _RETURNED
             if self._takes_losses:
                 self._begin_losses()
@@ -162,6 +178,7 @@ class IdleSteps:
         rates: dict[str, Any] = {}
         if self._optimizer is not None and (optimizer := self._optimizer()) is not None:
             add_rates(optimizer, rates)
+        self._steps, self._most = self.steps, min(self._left, _MOST_LOSSES)
         self._losses = StepLosses(self._tracker.stamp, tuple(rates), perf_counter())
         self._stop_looking = self._hooks.losses.look()
 
@@ -173,7 +190,7 @@ class IdleSteps:
             return False
         if self._takes_losses and not self._finds_loss():
             return False
-        if context.model.stages or len(self._bus.queue) or self._logged.is_waiting:
+        if context.model.stages or len(self._queue) or self._logged.is_waiting:
             return False
         if "batch_started" in self._bus.by_kind:
             return False
@@ -215,7 +232,7 @@ class IdleSteps:
                 return
             context.tracker, context.idle_handlers = self._tracker, {}
             self._stop_looking()
-            self._refusals = 0 if self._lap else min(2 * self._refusals + 1, _MOST_REFUSALS)
+            self._refusals = 0 if self._ended else min(2 * self._refusals + 1, _MOST_REFUSALS)
             self._waits = self._refusals
             try:
                 self._report()
@@ -225,9 +242,9 @@ class IdleSteps:
     def _report(self) -> None:
         context, tracker, observer = self._context, self._tracker, self._context.observer
         seen, self._seen = self._seen, _OFF
-        lap, self._lap = self._lap, None
-        if lap is not None:
-            self._report_counted(*lap)
+        last, self._ended = self._ended, None
+        if last is not None and (self._losses.losses or not self._takes_losses):
+            self._report_counted(*last)
         if seen >= _COMPUTING and graph_task() == -1:  # its backward has ended
             context.parameters.note_gradients(is_later=True)
         else:
@@ -250,10 +267,19 @@ class IdleSteps:
                 add_rates(optimizer, self._hooks.optimizers.rates)
         self._forget()
 
-    def _report_counted(self, ended: float, spent: float) -> None:
+    def _close_counted(self) -> None:
+        """Let the counters have the number of the next step; it may be called twice."""
+        if self._takes_losses and self._losses.first is not None:
+            self._tracker.counters.steps_closed(self._losses.first, len(self._losses.losses))
+
+    def _report_counted(self, number: int, ended: float, spent: float) -> None:
         """Report the steps that were counted."""
         context, counters, observer = self._context, self._tracker.counters, self._context.observer
+        self._close_counted()
+        context.computation.step_has_ended(self._thread, number)
         context.stopwatch.steps_passed(ended, spent)
+        if self._takes_losses:
+            self._hooks.optimizers.table.step_ended(len(self._losses.losses))
         self._logged.step_ends(counters.global_step - 1)
         if self._takes_losses:
             self._bus.queue.append(Losses(self._losses, self._plan.subscriptions))
@@ -375,6 +401,7 @@ class IdleSteps:
                 return False
             self._loss = float(root.item())
             if not self._loss <= self._threshold:
+                self._close_counted()
                 self._plan = self._plans.measure(self._tracker.stamp)
                 self.end()
                 return False
@@ -429,27 +456,29 @@ class IdleSteps:
             if (
                 self._seen != _STEPPING
                 or get_ident() != self._thread
-                or len(self._bus.queue)
+                or len(self._queue)
                 or (run is not None and run.control.request is not None)
             ):
                 return False
-            step = self._tracker.counters.step_closed()  # before anything else, because an interrupt may come between
-            self._seen = _NOTHING
-            self.steps += 1
-            self._left -= 1
-            self._hooks.optimizers.table.step_ended()
-            context.computation.step_ended()
             now = perf_counter()
             spent = context.stopwatch.spent = context.stopwatch.spent + now - began
-            self._lap = now, spent
-            losses = self._losses.losses
-            if self._takes_losses:  # they are committed when they are delivered
-                self._call, self._output, self._arguments = None, None, _NO_ARGUMENTS
-                losses.append(self._loss)
+            self._ended = sequence_number(), now, spent
+            if self._takes_losses:
                 self._losses.ends.append(now)
-            elif run is not None:
-                run.commit(step)
-            if self._left <= 0 or len(losses) >= _MOST_LOSSES:
+                self._losses.losses.append(self._loss)  # this counts the step; an interrupt may come between two lines
+                self._seen = _NOTHING
+                self._call, self._output, self._arguments = None, None, _NO_ARGUMENTS
+                is_over = len(self._losses.losses) >= self._most
+            else:
+                step = self._tracker.counters.step_closed()
+                self._seen = _NOTHING
+                self._steps += 1
+                self._left -= 1
+                self._hooks.optimizers.table.step_ended()
+                if run is not None:  # losses are committed when they are delivered
+                    run.commit(step)
+                is_over = self._left <= 0
+            if is_over:
                 self.end()
                 self._prepare_next()
             return True

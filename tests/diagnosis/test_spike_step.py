@@ -11,11 +11,18 @@ from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 START = 90
 
 
+class Scale(nn.Module):
+    factor = 1.0
+
+    def forward(self, x):
+        return x * self.factor
+
+
 @pytest.mark.parametrize("with_module", [False, True])
 @pytest.mark.parametrize(("every", "index"), [(every, index) for every in (1, 2, 7, 10) for index in range(every)])
 def test_a_spike_of_one_step_is_found_and_its_step_is_measured(every, index, with_module, tmp_path):
     torch.manual_seed(index)
-    model, loss = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)), nn.CrossEntropyLoss()
+    model, loss = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3), Scale()), nn.CrossEntropyLoss()
     optimizer, losses, measured = torch.optim.SGD(model.parameters(), 0.01), [], {}
     at = START - START % every + every + index
 
@@ -33,7 +40,8 @@ def test_a_spike_of_one_step_is_found_and_its_step_is_measured(every, index, wit
         for step in range(at + 3):
             x, y = torch.randn(64, 8), torch.randint(0, 3, (64,))
             optimizer.zero_grad()
-            value = loss(model(x) * (300.0 if step == at else 1.0), y)
+            model[3].factor = 300.0 if step == at else 1.0
+            value = loss(model(x), y)
             value.backward()
             losses.append(value.item())
             gradient, before = model[0].weight.grad.norm().item(), model[0].weight.detach().clone()

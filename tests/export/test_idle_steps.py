@@ -16,6 +16,9 @@ from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from ikkuna.metrics.live_rules import RuleSubscriber
+from ikkuna.numerics.statistics.native import library
+from ikkuna.numerics.statistics.native.hook_functions import hook_functions
+from ikkuna.observation.hooks.hook import Hook
 from ikkuna.observation.idle_steps import IdleSteps
 from tests.diagnosis.test_right_programs import PROGRAMS
 from tests.export.test_turns import PARTS, Descent, Model
@@ -203,7 +206,10 @@ def test_steps_that_are_only_counted_change_nothing(monkeypatch, tmp_path, is_ju
     counted = 0
     for seed in range(24):
         every = (7, 20)[seed % 2]
-        quick, number = run_disturbed(seed, every, tmp_path, is_judged)
+        with monkeypatch.context() as patch:
+            if not seed % 3:  # without the native functions
+                patch.setattr(Hook, "counted", lambda self: self)
+            quick, number = run_disturbed(seed, every, tmp_path, is_judged)
         with monkeypatch.context() as patch:
             patch.setattr(IdleSteps, "begin", lambda self, plans: None)
             slow, none = run_disturbed(seed, every, tmp_path, is_judged)
@@ -252,7 +258,8 @@ def test_a_step_between_samples_of_a_default_watch_makes_few_calls(with_module, 
             optimizer.step()
             sys.setprofile(None)
             counts += [len([code for code in codes if code.co_filename.startswith(home)])] if codes else []
-    assert 0 < min(counts) <= max(counts) <= 30
+    is_native = with_module and hook_functions(library(), wait=True) is not None
+    assert 0 < min(counts) <= max(counts) <= (9 if is_native else 30)
     assert watched.health().steps == 29
 
 

@@ -158,7 +158,7 @@ class StepLosses:
     began : float
         The time of the end of the step before, in seconds of the clock.
     ends : list of float
-        The time of the end of each step.
+        The time of the end of each step; perhaps those of one step more.
     """
 
     first: Stamp | None = None

@@ -78,6 +78,10 @@ class Computation:
         """Begin anew at the end of an optimizer's step."""
         self._thread, self._task, self._number = get_ident(), graph_task(), sequence_number()
 
+    def step_has_ended(self, thread: int, number: int) -> None:
+        """Begin anew at the end of a step outside of a backward, where `sequence_number` returned `number` on a thread."""
+        self._thread, self._task, self._number = thread, -1, number
+
     def leave_out(self, count: int) -> None:
         """Do not count operators that ikkuna itself has called."""
         self._number += count
@@ -428,11 +432,14 @@ class NativePath:
         See `Permits`.
     seconds : callable
         Returns the time that native functions have taken.
+    events : tuple of callable
+        The native functions of the events of counted steps, see `HookFunctions`.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._functions = hook_functions(recorder.kernels)
+        self.events = () if self._functions is None else self._functions.events
         self._wanted_rows = WantedRows(recorder.index)
         self._permits = Permits()
         self.close, self.threads = self._permits.close, self._permits.threads
@@ -546,6 +553,8 @@ class HookContext:
         Recognises evaluation passes in the training loop.
     idle_handlers : dict
         Functions of hooks → functions that count a step that no subscriber samples, and return whether the tracker needs no event.
+    native_handlers : dict
+        Functions of hooks → native functions that do the same with usual events, if there are any.
     parameters : TrackedParameters
         The parameters and their optimizers.
     sites : Sites
@@ -578,6 +587,7 @@ class HookContext:
     tracker: StepTracker = field(default_factory=StepTracker)
     events: LoopEvents = field(default_factory=LoopEvents)
     idle_handlers: Mapping[Callable[..., object], Callable[..., bool]] = field(default_factory=dict)
+    native_handlers: Mapping[Callable[..., object], Callable[..., bool]] = field(default_factory=dict)
     parameters: TrackedParameters = field(default_factory=TrackedParameters)
     sites: Sites = field(default_factory=Sites)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)

@@ -6,11 +6,11 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from ikkuna.numerics.statistics.native.hook_functions import NO_THREADS
 from ikkuna.support.torch_internals import function_transforms, graph_task, skip_in_compiler, tracing_state
@@ -68,17 +68,31 @@ class Hook:
         An unbound method of the adapter.
     *bound : object
         Its first arguments.
+
+    Attributes
+    ----------
+    count : callable, optional
+        A native function that handles a usual event of a step that is only counted, and returns whether it has.
     """
 
-    __slots__ = ("__weakref__", "bound", "function", "owner")
+    __slots__ = ("__weakref__", "bound", "count", "function", "owner")
 
     def __init__(self, owner: Any = None, function: Callable[..., object] | None = None, *bound: Any) -> None:
         self.owner = _no_owner if owner is None else weakref.ref(owner)
         self.function = function or _do_nothing
         self.bound = bound
+        self.count: Callable[..., bool] | None = None
+
+    def counted(self) -> Self:
+        """Let a native function handle usual events of steps that are only counted, if there is one; return the hook."""
+        owner: Any = self.owner()
+        self.count = owner.context.native_handlers.get(self.function)
+        return self
 
     def __call__(self, *args: Any) -> None:
         """Call the function, if the owner exists and nothing is being traced."""
+        if not is_dynamo_compiling() and self.count is not None and self.count(*args):
+            return
         if is_compiling():
             self.leave_in_graph(*args)
             return
@@ -91,9 +105,8 @@ class Hook:
                 context.is_captured()
                 return
             count_only = context.idle_handlers.get(self.function)
-            if count_only is not None and count_only(*args):
-                return
-            if function_transforms() is not None or tracing_state() is not None:  # as `is_traced` does
+            is_counted = count_only is not None and count_only(*args)
+            if is_counted or function_transforms() is not None or tracing_state() is not None:  # as `is_traced` does
                 return
             local = stopwatch.local  # as `Stopwatch.start` and `stop` do
             try:

@@ -60,9 +60,9 @@ class PermanentHooks:
         self.remove()
         self._fast_paths.find(roots)
         for root in roots:
-            begins = RootBeginsHook(self._forward, ForwardHooks.root_begins, self._switch)
+            begins = RootBeginsHook(self._forward, ForwardHooks.root_begins, self._switch).counted()
             begins.keeps = keeps
-            ends = RootEndsHook(self._forward, ForwardHooks.root_ends, self._switch)
+            ends = RootEndsHook(self._forward, ForwardHooks.root_ends, self._switch).counted()
             handles: list[Any] = [
                 root.register_forward_pre_hook(begins, with_kwargs=True),
                 root.register_forward_hook(ends, with_kwargs=True, always_call=True),
@@ -71,7 +71,7 @@ class PermanentHooks:
                 handles.append(guard)
             self._remove.append(remove_all(handles))
         if loss is not None:
-            hook = Hook(self._losses, LossHooks.loss_called)
+            hook = Hook(self._losses, LossHooks.loss_called).counted()
             self._remove.append(remove_all([loss.register_forward_hook(hook, with_kwargs=True)]))
         self._remove.append(_install_for_optimizers(self._optimizers))
 
@@ -85,7 +85,7 @@ class PermanentHooks:
 def _install_for_optimizers(optimizers: OptimizerHooks) -> Remove:
     """Call hooks before and after the step of any optimizer, at most until `optimizers` dies."""
     begins, ends = Hook(optimizers, OptimizerHooks.optimizer_begins), Hook(optimizers, OptimizerHooks.optimizer_ends)
-    return weakref.finalize(optimizers, call_at_steps(StepHooks(begins, ends)))
+    return weakref.finalize(optimizers, call_at_steps(StepHooks(begins.counted(), ends.counted())))
 
 
 class CompiledHooks:

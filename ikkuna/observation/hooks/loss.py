@@ -223,7 +223,7 @@ class LossHooks:
 
     def look(self) -> Callable[[], object]:
         """Call `backward_starts` before each backward, until the returned function is called."""
-        hook = Hook(self, LossHooks.backward_starts)
+        hook = Hook(self, LossHooks.backward_starts).counted()
         call_before_backward(hook, True)
         return weakref.finalize(self, call_before_backward, hook, False)
 

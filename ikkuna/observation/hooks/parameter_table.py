@@ -294,14 +294,14 @@ class ParameterTable:
         self._everything: object = None
         self._of_plan: weakref.WeakKeyDictionary[Plan, _OfPlan] = weakref.WeakKeyDictionary()
 
-    def step_ended(self) -> None:
-        """Forget everything about the step; free the memory for copies if the last steps recorded nothing."""
+    def step_ended(self, steps: int = 1) -> None:
+        """Forget everything about a step, or several at once; free the memory for copies if the last ones recorded nothing."""
         if self.is_used:
             self._unused_steps = 0
             self._forget()
             return
-        self._unused_steps += 1
-        if self._unused_steps == _KEPT_STEPS:
+        before, self._unused_steps = self._unused_steps, self._unused_steps + steps
+        if before < _KEPT_STEPS <= self._unused_steps:
             self.memory.release()
 
     def _forget(self) -> None:

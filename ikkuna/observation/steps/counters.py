@@ -64,6 +64,10 @@ class StepCounters:
         self._numbers = global_step + 1, train_step + 1, epoch
         return global_step
 
+    def steps_closed(self, first: Stamp, steps: int) -> None:
+        """Count a number of steps from `first` on; a second call changes nothing."""
+        self._numbers = first.global_step + steps, first.train_step + steps, self.epoch
+
     @property
     def steps_left(self) -> float:
         """Number of steps until the epoch ends by itself."""
@@ -264,6 +268,8 @@ class Stopwatch:
     >>> 0 < watch.spent < 1, watch.overhead()
     (True, 0.0)
     """
+
+    __slots__ = ("_began", "_ended", "_lap", "_others", "_spent_before", "_spent_until_end", "local", "spent")
 
     def __init__(self, others: Callable[[], float] = float) -> None:
         self.spent = 0.0

@@ -117,6 +117,12 @@ class HookFunctions:
     ------
     RuntimeError
         If the library lacks a function, or if its results are wrong.
+
+    Attributes
+    ----------
+    events : tuple of callable
+        The functions of the events of steps that are only counted, in their order; each takes a weak reference to an object of
+        `IdleSteps` and the arguments of the event, and returns whether the event was a usual one.
     """
 
     def __init__(self, library: ctypes.CDLL, kernels: Library) -> None:
@@ -126,6 +132,7 @@ class HookFunctions:
                 *(with_lock.set_up, with_lock.watch_gradient, with_lock.watch_parameters),
             )
             self._output, self._gradient = with_lock.output_function, with_lock.gradient_of
+            event_function = with_lock.event_function
         except AttributeError as error:
             raise RuntimeError(f"the native library has no such function: {error}") from error
         number, held = ctypes.c_int64, ctypes.py_object
@@ -136,6 +143,8 @@ class HookFunctions:
         self._gradient.argtypes, self._gradient.restype = (*[number] * 3, held), held
         self._watch.argtypes, self._watch.restype = (held, held), ctypes.c_int
         self._watch_all.argtypes, self._watch_all.restype = (held, held), held
+        event_function.argtypes, event_function.restype = (number,), held
+        self.events: tuple[Callable[..., bool], ...] = tuple(map(event_function, range(6)))
         set_up(ctypes.addressof(self._functions), self._empty.ctypes.data, GLOBAL_FORWARD_HOOKS)
         self._check()
 

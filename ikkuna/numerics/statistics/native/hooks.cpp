@@ -1,10 +1,15 @@
-// The hooks of outputs of modules and of their gradients, compiled with the headers of torch and Python as a library of its own.
+// The hooks of outputs of modules and of their gradients, and the usual events of steps of which only the loss is wanted, compiled with
+// the headers of torch and Python as a library of its own.
 //
 // A hook in Python decides what is measured, and writes the result of its decision into a permit.  Until the permit ends, the
 // functions below repeat the decision for the hooks that follow.  Whatever is not covered by the permit is left to Python.
 
 #include <Python.h>
+#include <structmember.h>
 
+#include <ATen/SequenceNumber.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/function.h>
@@ -17,6 +22,8 @@
 #include <cstring>
 #include <ctime>
 #include <memory>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
 // The headers of these need much memory to compile, or files that the package of torch does not have.
@@ -317,7 +324,168 @@ PyObject *record_output(PyObject *capsule, PyObject *const *arguments, Py_ssize_
 PyMethodDef output_method = {"record_output", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(record_output)),
                              METH_FASTCALL, nullptr};
 
+// -- steps of which only the loss is wanted --
+
+// Each function below does what the method of `IdleSteps` with its name does with an event, if the event is the usual one, and returns
+// whether it was.  It reads and writes the slots of that object and of those that it holds, because each object that is touched costs:
+// the caches are cold.  It changes nothing before everything is checked.
+
+using Name = const char;
+// Return where an object of a class with slots has an attribute; a name belongs to one class.
+template <Name *name> PyObject *&slot(PyObject *object) {
+    static const Py_ssize_t offset = [object] {
+        THPObjectPtr found(PyObject_GetAttrString(reinterpret_cast<PyObject *>(Py_TYPE(object)), name));
+        if (!found || Py_TYPE(found.get()) != &PyMemberDescr_Type) throw std::runtime_error(name);
+        return reinterpret_cast<PyMemberDescrObject *>(found.get())->d_member->offset;
+    }();
+    return *reinterpret_cast<PyObject **>(reinterpret_cast<char *>(object) + offset);
+}
+template <Name *name> bool set(PyObject *object, PyObject *made) {
+    if (made) THPObjectPtr(std::exchange(slot<name>(object), made));
+    return made;
+}
+template <Name *name> THPObjectPtr get(PyObject *object) {  // of another class
+    static PyObject *const text = PyUnicode_InternFromString(name);
+    return THPObjectPtr(PyObject_GetAttr(object, text));
+}
+bool refers(PyObject *reference, PyObject *object) {
+    return PyWeakref_Check(reference) && PyWeakref_GetObject(reference) == object && object != Py_None;
+}
+
+constexpr Name SEEN[] = "_seen", THREAD[] = "_thread", ROOT[] = "_root", NODES[] = "_nodes", BEHIND[] = "_behind", OUTPUT[] = "_output",
+               CALL[] = "_call", ARGUMENTS[] = "_arguments", LOSS_ARGUMENTS[] = "_loss_arguments", LOSS[] = "_loss", LOSSES[] = "_losses",
+               THRESHOLD[] = "_threshold", OPTIMIZER[] = "_optimizer", SIZE[] = "_size", MOST[] = "_most", RUN[] = "_run",
+               QUEUE[] = "_queue", ENDED[] = "_ended", TAKES[] = "_takes_losses", NATIVE[] = "_is_native",
+               CONTEXT[] = "_context", THREAD_STATE[] = "_thread_state",
+               HANDLERS[] = "_handlers", CALLED_HANDLERS[] = "idle_handlers", STOPWATCH[] = "stopwatch", SPENT[] = "spent",
+               OBSERVER[] = "observer", INTERRUPTED[] = "is_interrupted", VALUES[] = "losses", RATES[] = "rates", ENDS[] = "ends",
+               RUNNING[] = "subscriber_is_running", TRAINING[] = "training", GROUPS[] = "param_groups", CONTROL[] = "control",
+               REQUEST[] = "request";
+
+enum Seen { AWAITED, CALLED, RETURNED, COMPUTING, STEPPING };
+bool has_seen(PyObject *idle, Seen event) { return PyLong_AsLong(slot<SEEN>(idle)) == event; }
+bool see(PyObject *idle, Seen event) { return set<SEEN>(idle, PyLong_FromLong(event)); }
+bool is_observed(PyObject *idle) { return slot<OBSERVER>(slot<CONTEXT>(idle)) != Py_None; }
+PyObject *present_node() { return PyLong_FromUnsignedLongLong(at::sequence_number::peek()); }
+
+bool is_tensor(PyObject *object) { return reinterpret_cast<PyObject *>(Py_TYPE(object)) == THPVariableClass; }
+// Whether an object is one number of the host that can be read from memory.
+bool is_number(PyObject *object) {
+    return is_tensor(object) && THPVariable_Unpack(object).numel() == 1 && kernel_of(THPVariable_Unpack(object));
+}
+PyObject *only(PyObject *tuple) { return PyTuple_CheckExact(tuple) && PyTuple_GET_SIZE(tuple) == 1 ? PyTuple_GET_ITEM(tuple, 0) : nullptr; }
+double value_of(PyObject *object) {
+    const Tensor &x = THPVariable_Unpack(object);
+    const void *const data = x.const_data_ptr();
+    return x.scalar_type() == at::kFloat    ? *static_cast<const float *>(data)
+           : x.scalar_type() == at::kDouble ? *static_cast<const double *>(data)
+                                            : static_cast<float>(*static_cast<const c10::BFloat16 *>(data));
+}
+
+bool root_begins(PyObject *idle, PyObject *const *arguments) {  // module, args, kwargs
+    if (!has_seen(idle, AWAITED) || !refers(slot<ROOT>(idle), arguments[0]) || get<TRAINING>(arguments[0]).get() != Py_True ||
+        !c10::GradMode::is_enabled() || slot<INTERRUPTED>(slot<CONTEXT>(idle)) != Py_False ||
+        get<RUNNING>(slot<THREAD_STATE>(idle)).get() != Py_False) return false;
+    return set<NODES>(idle, present_node()) &&
+           (!is_observed(idle) || set<ARGUMENTS>(idle, PyTuple_Pack(2, arguments[1], arguments[2]))) && see(idle, CALLED);
+}
+
+bool root_ends(PyObject *idle, PyObject *const *arguments) {  // module, args, kwargs, output
+    return has_seen(idle, CALLED) && set<BEHIND>(idle, present_node()) &&
+           (!is_tensor(arguments[3]) || set<OUTPUT>(idle, PyWeakref_NewRef(arguments[3], nullptr))) && see(idle, RETURNED);
+}
+
+bool loss_called(PyObject *idle, PyObject *const *arguments) {  // module, args, kwargs, output
+    PyObject *const given = arguments[1];
+    if (!has_seen(idle, RETURNED) || slot<TAKES>(idle) != Py_True || slot<CALL>(idle) != Py_None || PyTuple_GET_SIZE(given) != 2 ||
+        PyDict_GET_SIZE(arguments[2]) || !THPVariable_CheckExact(PyTuple_GET_ITEM(given, 1)) || !is_number(arguments[3])) return false;
+    THPObjectPtr result(PyWeakref_NewRef(arguments[3], nullptr));
+    PyObject *const is_own = refers(slot<OUTPUT>(idle), PyTuple_GET_ITEM(given, 0)) ? Py_True : Py_False;
+    return result && set<CALL>(idle, PyTuple_Pack(4, arguments[0], PyTuple_GET_ITEM(given, 1), result.get(), is_own)) &&
+           (!is_observed(idle) || set<LOSS_ARGUMENTS>(idle, Py_NewRef(given)));
+}
+
+bool backward_starts(PyObject *idle, PyObject *const *arguments) {  // roots, gradients, whether it adds to those of all leaves
+    PyObject *const root = only(arguments[0]), *const factor = only(arguments[1]), *const call = slot<CALL>(idle);
+    if (!has_seen(idle, RETURNED) || call == Py_None || PyTuple_GET_ITEM(call, 3) != Py_True || arguments[2] != Py_True || !root ||
+        !refers(PyTuple_GET_ITEM(call, 2), root) || !is_number(root) || !factor || !is_number(factor) || value_of(factor) != 1)
+        return false;
+    const double loss = value_of(root);
+    return loss <= PyFloat_AsDouble(slot<THRESHOLD>(idle)) && set<LOSS>(idle, PyFloat_FromDouble(loss)) &&
+           set<LOSS_ARGUMENTS>(idle, PyTuple_New(0)) && see(idle, COMPUTING);
+}
+
+bool optimizer_begins(PyObject *idle, PyObject *const *arguments) {  // optimizer, args, kwargs
+    static PyObject *const lr = PyUnicode_InternFromString("lr"), *const params = PyUnicode_InternFromString("params");
+    if (!has_seen(idle, COMPUTING) || slot<CALL>(idle) == Py_None || !refers(slot<OPTIMIZER>(idle), arguments[0]) ||
+        PyTuple_GET_SIZE(arguments[1]) > 1 || PyDict_GET_SIZE(arguments[2])) return false;
+    THPObjectPtr groups = get<GROUPS>(arguments[0]), rates(PyList_New(0));
+    if (!groups || !rates || !PyList_CheckExact(groups.get())) return false;
+    Py_ssize_t size = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups.get()); i++) {
+        PyObject *const group = PyList_GET_ITEM(groups.get(), i);
+        if (!PyDict_CheckExact(group)) return false;
+        PyObject *const rate = PyDict_GetItem(group, lr), *const parameters = PyDict_GetItem(group, params);
+        if (!rate || !PyFloat_CheckExact(rate) || PyFloat_AS_DOUBLE(rate) == 0 || !parameters || !PyList_CheckExact(parameters) ||
+            PyList_Append(rates.get(), rate)) return false;
+        size += PyList_GET_SIZE(parameters);
+    }
+    return size == PyLong_AsSsize_t(slot<SIZE>(idle)) && PyList_Append(slot<RATES>(slot<LOSSES>(idle)), rates.get()) == 0 &&
+           see(idle, STEPPING);
+}
+
+bool optimizer_ends(PyObject *idle, PyObject *const *arguments) {  // optimizer, args, kwargs
+    PyObject *const run = slot<RUN>(idle), *const losses = slot<VALUES>(slot<LOSSES>(idle)), *const ends = slot<ENDS>(slot<LOSSES>(idle));
+    if (!has_seen(idle, STEPPING) || slot<TAKES>(idle) != Py_True || !refers(slot<OPTIMIZER>(idle), arguments[0]) ||
+        PyObject_Size(slot<QUEUE>(idle)) || PyList_GET_SIZE(losses) + 1 >= PyFloat_AsDouble(slot<MOST>(idle)))
+        return false;  // the last step of a block ends the counting, in Python
+    if (run != Py_None) {
+        THPObjectPtr control = get<CONTROL>(run);
+        if (!control || get<REQUEST>(control.get()).get() != Py_None) return false;
+    }
+    THPObjectPtr nodes(present_node()), ended(PyFloat_FromDouble(now() * 1e-9));
+    PyObject *const spent = slot<SPENT>(slot<STOPWATCH>(slot<CONTEXT>(idle)));
+    return nodes && ended && set<ENDED>(idle, PyTuple_Pack(3, nodes.get(), ended.get(), spent)) &&
+           PyList_Append(ends, ended.get()) == 0 && PyList_Append(losses, slot<LOSS>(idle)) == 0 && see(idle, AWAITED) &&
+           set<CALL>(idle, Py_NewRef(Py_None)) && set<OUTPUT>(idle, Py_NewRef(Py_None)) &&
+           (!is_observed(idle) || set<ARGUMENTS>(idle, Py_BuildValue("((){})")));
+}
+
+using Event = bool (*)(PyObject *idle, PyObject *const *arguments);
+bool counts(PyObject *idle) {
+    return slot<HANDLERS>(idle) == slot<CALLED_HANDLERS>(slot<CONTEXT>(idle)) && slot<NATIVE>(idle) == Py_True &&
+           PyLong_AsUnsignedLong(slot<THREAD>(idle)) == PyThread_get_thread_ident() && !is_transformed_or_traced() &&
+           !c10::impl::TorchDispatchModeTLS::any_modes_set() && torch::autograd::get_current_graph_task_id() == -1;
+}
+
+// Handle an event if it is usual, and return whether it was.  The first argument is a weak reference to an object of `IdleSteps`.
+template <Event event, int count> PyObject *handle(PyObject *, PyObject *const *arguments, Py_ssize_t given) {
+    const int64_t began = now();
+    THPObjectPtr idle(Py_NewRef(PyWeakref_GetObject(arguments[0])));
+    bool is_done = false;
+    try {
+        is_done = idle.get() != Py_None && given == count && counts(idle.get()) && event(idle.get(), arguments + 1);
+        if (is_done) {
+            PyObject *const stopwatch = slot<STOPWATCH>(slot<CONTEXT>(idle.get()));
+            set<SPENT>(stopwatch, PyFloat_FromDouble(PyFloat_AsDouble(slot<SPENT>(stopwatch)) + (now() - began) * 1e-9));
+        }
+    } catch (const std::exception &) {  // of a tensor that cannot be read
+    }
+    if (PyErr_Occurred()) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;  // it is the user's
+        PyErr_Clear();
+    }
+    return PyBool_FromLong(is_done);
+}
+template <Event event, int count> PyMethodDef METHOD = {
+    "count", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(handle<event, count>)), METH_FASTCALL, nullptr};
+PyMethodDef *const EVENTS[] = {&METHOD<root_begins, 4>,     &METHOD<root_ends, 5>,        &METHOD<loss_called, 5>,
+                               &METHOD<backward_starts, 4>, &METHOD<optimizer_begins, 4>, &METHOD<optimizer_ends, 4>};
+
 }  // namespace
+
+// Return the function that handles the event with a number.
+extern "C" PyObject *event_function(int64_t event) { return PyCFunction_New(EVENTS[event], nullptr); }
 
 // Take the kernels and the function that merges rows, a row of no elements, and the forward hooks of all modules; Python keeps them alive.
 extern "C" void set_up(void *const *functions, const void *row, PyObject *hooks) {
