@@ -1,9 +1,9 @@
 """Catches, counts and logs the errors of subscribers and of ikkuna's own hooks, so that none reaches training."""
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
-from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -107,7 +107,7 @@ class ErrorGuard:
         """
         thread, failures, left, result, is_done = self.thread, registered.failures, iter(arguments), None, False
         while not is_done:
-            before, began = thread.subscriber_is_running, perf_counter()
+            before, began = thread.subscriber_is_running, time.perf_counter()
             try:
                 try:
                     for reference in self._holders:
@@ -122,7 +122,7 @@ class ErrorGuard:
                     is_done = True
                 finally:
                     thread.subscriber_is_running = before
-                    registered.seconds += perf_counter() - began
+                    registered.seconds += time.perf_counter() - began
             except BaseException as error:
                 thread.subscriber_is_running = before
                 self._report(registered, stage, error)
