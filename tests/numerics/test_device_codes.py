@@ -10,6 +10,7 @@ from ikkuna.numerics.statistics import needed_fields
 from ikkuna.numerics.statistics.device.triton_launcher import TensorList
 from ikkuna.numerics.statistics.float_code import WORTH_SAMPLING, codes, sampled_codes
 from tests.numerics.test_measure import with_triton
+from tests.statistics_record import row_record
 
 pytestmark = pytest.mark.triton
 
@@ -42,7 +43,7 @@ def test_codes_of_one_tensor(dtype, n):
     for layout in layouts:
         statistics = with_triton()
         statistics.add(0, layout, EXACT)
-        counted, expected = statistics.record(0, EXACT).codes, codes(layout).numpy()
+        counted, expected = row_record(statistics, 0, EXACT).codes, codes(layout).numpy()
         if dtype is torch.float16:  # torch itself converts NaN to different bits, in vectors and alone
             counted, expected = without_nans(counted), without_nans(expected)
         assert (counted == expected).all()
@@ -61,7 +62,7 @@ def test_codes_of_a_list(dtype, are_differences):
     assert [type(rows).__name__ for rows in statistics._kernels.written] == ["KernelRows"]
     for i in (0, 2, 3):
         x = xs[i].float() - ys[i].float() if are_differences else xs[i]
-        record = statistics.record(i, BOTH)
+        record = row_record(statistics, i, BOTH)
         assert (record.codes == codes(x).numpy()).all()
         assert (record.sampled_codes == record.codes).all()
 
@@ -75,7 +76,7 @@ def test_a_list_is_copied_while_it_is_measured(dtype):
     assert torch.equal(copies[0].view(torch.uint8), xs[0].view(torch.uint8))
     assert torch.equal(copies[2].view(torch.uint8), xs[2].view(torch.uint8))
     assert not copies[1].any()
-    assert (statistics.record(1, EXACT).codes == codes(xs[1]).numpy()).all()
+    assert (row_record(statistics, 1, EXACT).codes == codes(xs[1]).numpy()).all()
 
 
 def test_a_sample_of_one_tensor():
@@ -84,7 +85,7 @@ def test_a_sample_of_one_tensor():
     for seed in (3, 4):
         statistics.add(0, x, fields, generator=torch.Generator().manual_seed(seed))
     expected = sum(sampled_codes(x, torch.Generator().manual_seed(seed)) for seed in (3, 4))
-    assert (statistics.record(0, fields).sampled_codes == expected.numpy()).all()
+    assert (row_record(statistics, 0, fields).sampled_codes == expected.numpy()).all()
 
 
 def test_samples_of_a_list():

@@ -34,7 +34,7 @@ def _at(address: int, n: int, dtype: torch.dtype) -> Tensor:
 def measure_one(x: Tensor, n: int, rows: Tensor, share: int, counts: Tensor, histograms: int, **constants: Any) -> None:
     """Measure one tensor."""
     flat = x.as_strided((n,), (1,))
-    for program, part in enumerate(flat.split(share)):
+    for program, part in enumerate(flat.split(share * constants["BLOCK"])):
         rows[program] = _row(part)
         if constants["COUNT"]:
             counts[program % histograms] += codes(part).int()

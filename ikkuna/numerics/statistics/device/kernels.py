@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 HALF = tl.constexpr(2048)  # the number of float codes of either sign, see `ikkuna.numerics.statistics.float_code`
+INFINITY = tl.constexpr(0x7F800000)  # its bits in float32; those of NaN are larger
 SHIFT = tl.constexpr(20)  # a code has 3 bits of the mantissa
 
 
@@ -58,11 +59,11 @@ def merge_moments(n, mean, m2, m3, m4, n_b, mean_b, m2_b, m3_b, m4_b):
 
 
 @triton.jit
-def tile_moments(v, finite, k, back, LEVEL: tl.constexpr):
+def tile_moments(v, counted, k, back, LEVEL: tl.constexpr):
     """Return mean and moments of a tile of `k` finite numbers, given as scaled numbers `v` and the inverse of the scale."""
     exact = tl.sum(v.to(tl.float64)) / tl.maximum(k, 1.0)  # a float32 sum would lose a mean far below the rms
     middle = exact.to(tl.float32)
-    d = tl.where(finite, v - middle, 0.0)
+    d = tl.where(counted, v - middle, 0.0)
     dd = d * d
     r = exact - middle.to(tl.float64)  # the mean of d
     m2 = tl.sum(dd).to(tl.float64)
@@ -108,13 +109,13 @@ def _measure_tile(
     counts_ptr,
     begin,
     stop,
-    low,
-    high,
-    finite_low,
-    finite_high,
+    lows,
+    highs,
+    zeros,
+    lowest,
+    highest,
     nans,
     infs,
-    zeros,
     l1,
     sumsq,
     n,
@@ -130,35 +131,48 @@ def _measure_tile(
     LEVEL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add one tile to the statistics so far, and unless `histogram` is negative, count its codes; see `_load_tile`."""
+    """Add one tile to the statistics so far, and unless `histogram` is negative, count its codes; see `_load_tile`.
+
+    Each reduction over the tile costs barriers, so the extrema of finite numbers and the zeros are kept apart for each place of a tile,
+    and numbers that are not finite are looked at only where there are some.  `lowest` and `highest` are those of the infinite numbers.
+    """
     there, x = _load_tile(x_ptr, y_ptr, begin, stop, other, IS_FULL, OTHER, BLOCK)
     if COUNT:
         count_codes(x, there & (_spread(histogram, BLOCK) >= 0), counts_ptr)
-    finite = there & (tl.abs(x) < float("inf"))
-    known = there & (x == x)
-    low = tl.minimum(low, tl.min(tl.where(known, x, float("inf"))))
-    high = tl.maximum(high, tl.max(tl.where(known, x, float("-inf"))))
-    finite_low = tl.minimum(finite_low, tl.min(tl.where(finite, x, float("inf"))))
-    finite_high = tl.maximum(finite_high, tl.max(tl.where(finite, x, float("-inf"))))
-    count = tl.sum(finite.to(tl.int32))
-    seen = tl.sum(known.to(tl.int32))
-    infs += (seen - count).to(tl.float64)
-    nans += (tl.minimum(stop - begin, BLOCK).to(tl.int32) - seen).to(tl.float64)
-    zeros += tl.sum((there & (x == 0)).to(tl.int32)).to(tl.float64)
-    v = tl.where(finite, x, 0.0)
-    exponent = tl.max(tl.abs(v)).to(tl.int32, bitcast=True) >> 23
-    scale = (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)  # makes the largest magnitude about 1
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # of an element that does not exist: 0
+    largest = tl.max(magnitude)
+    counted, low, high, v = there, x, x, x
+    if not IS_FULL:
+        low, high = tl.where(there, x, float("inf")), tl.where(there, x, float("-inf"))
+    bad = 0
+    if largest >= INFINITY:
+        is_infinite = magnitude == INFINITY
+        number = tl.sum(is_infinite.to(tl.int32))
+        bad = tl.sum((magnitude >= INFINITY).to(tl.int32))
+        infs += number.to(tl.float64)
+        nans += (bad - number).to(tl.float64)
+        lowest = tl.minimum(lowest, tl.min(tl.where(is_infinite, x, float("inf"))))
+        highest = tl.maximum(highest, tl.max(tl.where(is_infinite, x, float("-inf"))))
+        counted = there & (magnitude < INFINITY)
+        low, high = tl.where(counted, x, float("inf")), tl.where(counted, x, float("-inf"))
+        v = tl.where(counted, x, 0.0)
+        largest = tl.max(tl.where(counted, magnitude, 0))
+    zeros += (there & (magnitude == 0)).to(tl.int32)
+    lows, highs = tl.minimum(lows, low), tl.maximum(highs, high)
+    scale = (tl.maximum(254 - (largest >> 23), 1) << 23).to(
+        tl.float32, bitcast=True
+    )  # makes the largest magnitude about 1
     back = 1.0 / scale.to(tl.float64)
-    v = v * scale
-    k = count.to(tl.float64)
+    v *= scale
+    k = (tl.minimum(stop - begin, BLOCK) - bad).to(tl.float64)
     l1 += tl.sum(tl.abs(v)).to(tl.float64) * back
     sumsq += tl.sum(v * v).to(tl.float64) * (back * back)
     if LEVEL > 0:
-        tile_mean, t2, t3, t4 = tile_moments(v, finite, k, back, LEVEL)
+        tile_mean, t2, t3, t4 = tile_moments(v, counted, k, back, LEVEL)
         n, mean, m2, m3, m4 = merge_moments(n, mean, m2, m3, m4, k, tile_mean, t2, t3, t4)
     else:
         n += k
-    return low, high, finite_low, finite_high, nans, infs, zeros, l1, sumsq, n, mean, m2, m3, m4
+    return lows, highs, zeros, lowest, highest, nans, infs, l1, sumsq, n, mean, m2, m3, m4
 
 
 @triton.jit
@@ -200,28 +214,30 @@ def measure_chunk(
     OTHER 0: y is not used, 1: the row is that of x - y, 2: x is copied to y.  LEVEL 0: no moments, 1: mean and m2, 2: all.
     """
     zero = tl.zeros((), tl.float64)
-    low = tl.full((), float("inf"), tl.float32)
-    high = tl.full((), float("-inf"), tl.float32)
-    finite_low, finite_high = low, high
-    nans, infs, zeros, l1, sumsq, n, mean, m2, m3, m4 = zero, zero, zero, zero, zero, zero, zero, zero, zero, zero
+    lows = tl.full((BLOCK,), float("inf"), tl.float32)
+    highs = tl.full((BLOCK,), float("-inf"), tl.float32)
+    zeros = tl.zeros((BLOCK,), tl.int32)
+    lowest = tl.full((), float("inf"), tl.float32)
+    highest = tl.full((), float("-inf"), tl.float32)
+    nans, infs, l1, sumsq, n, mean, m2, m3, m4 = zero, zero, zero, zero, zero, zero, zero, zero, zero
     whole = start + (stop - start) // BLOCK * BLOCK
     for begin in range(start, whole, BLOCK):
-        low, high, finite_low, finite_high, nans, infs, zeros, l1, sumsq, n, mean, m2, m3, m4 = _measure_tile(
-            *(x_ptr, y_ptr, counts_ptr, begin, stop, low, high, finite_low, finite_high),
-            *(nans, infs, zeros, l1, sumsq, n, mean, m2, m3, m4, other, histogram, True, OTHER, COUNT, LEVEL, BLOCK),
+        lows, highs, zeros, lowest, highest, nans, infs, l1, sumsq, n, mean, m2, m3, m4 = _measure_tile(
+            *(x_ptr, y_ptr, counts_ptr, begin, stop, lows, highs, zeros, lowest, highest),
+            *(nans, infs, l1, sumsq, n, mean, m2, m3, m4, other, histogram, True, OTHER, COUNT, LEVEL, BLOCK),
         )
     if whole < stop:
-        low, high, finite_low, finite_high, nans, infs, zeros, l1, sumsq, n, mean, m2, m3, m4 = _measure_tile(
-            *(x_ptr, y_ptr, counts_ptr, whole, stop, low, high, finite_low, finite_high),
-            *(nans, infs, zeros, l1, sumsq, n, mean, m2, m3, m4, other, histogram, False, OTHER, COUNT, LEVEL, BLOCK),
+        lows, highs, zeros, lowest, highest, nans, infs, l1, sumsq, n, mean, m2, m3, m4 = _measure_tile(
+            *(x_ptr, y_ptr, counts_ptr, whole, stop, lows, highs, zeros, lowest, highest),
+            *(nans, infs, l1, sumsq, n, mean, m2, m3, m4, other, histogram, False, OTHER, COUNT, LEVEL, BLOCK),
         )
-    total = n + nans + infs
+    finite_low, finite_high = tl.min(lows), tl.max(highs)
     unknown = nans > 0  # the extrema of numbers with a NaN are NaN
-    lowest = tl.where(unknown, float("nan"), low.to(tl.float64))
-    highest = tl.where(unknown, float("nan"), high.to(tl.float64))
+    low = tl.where(unknown, float("nan"), tl.minimum(finite_low, lowest).to(tl.float64))
+    high = tl.where(unknown, float("nan"), tl.maximum(finite_high, highest).to(tl.float64))
     write_row(
-        *(row_ptr, total, nans, infs, zeros, l1, sumsq, mean, m2, m3, m4),
-        *(lowest, highest, finite_low.to(tl.float64), finite_high.to(tl.float64)),
+        *(row_ptr, n + nans + infs, nans, infs, tl.sum(zeros).to(tl.float64), l1, sumsq, mean, m2, m3, m4),
+        *(low, high, finite_low.to(tl.float64), finite_high.to(tl.float64)),
     )
 
 
@@ -241,13 +257,13 @@ def measure_one(
     LEVEL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Measure one contiguous tensor of `n` elements; each program reads `share` of them and writes a row.
+    """Measure one contiguous tensor of `n` elements; each program reads `share` tiles of it and writes a row.
 
     With COUNT, it also adds their float codes to one of several histograms of the tensor.
     """
     program = tl.program_id(0)
-    start = program.to(tl.int64) * share
-    stop = tl.minimum(start + share, n)
+    start = program.to(tl.int64) * share * BLOCK  # a multiple that the compiler knows, so that loads are of 16 bytes
+    stop = tl.minimum(start + share * BLOCK, n)
     mine = counts_ptr + (program % histograms) * CODES
     measure_chunk(*(x_ptr, x_ptr, mine, start, stop, rows_ptr + program * WIDTH, 0, 0, 0, COUNT, LEVEL, BLOCK))
 

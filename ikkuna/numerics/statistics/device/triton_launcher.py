@@ -22,7 +22,7 @@ BLOCK = 2048
 """Elements of a tile; with twice as many, kernels for sm_90 do not fit into the registers."""
 
 _CHUNK = 16 * BLOCK  # elements that a program reads at least
-_PROGRAMS = 396  # three for each multiprocessor of an H100
+_PROGRAMS = 264  # two for each multiprocessor of an H100, as many as its registers hold
 _PER_HISTOGRAM = 16  # programs that add to one histogram
 _HISTOGRAMS = 16  # of a tensor, at most
 _MOST_TABLES = 16
@@ -246,7 +246,7 @@ class TritonKernels:
         done = self._launch(
             self._kernels.measure_one,
             programs,
-            *(x, n, values, share),  # of x, the kernel takes the address
+            *(x, n, values, share // BLOCK),  # of x, the kernel takes the address
             *((self._no_counts, 1) if counts is None else (counts, len(counts))),
             COUNT=counts is not None,
             LEVEL=level_of(fields),
