@@ -59,9 +59,8 @@ class Validation:
         stamp = self._context.tracker.pass_stamp(VALIDATION)
         plan = self._plan_of(stamp)
         if World.here().size > 1:
-            own = Plan(tuple(each for each in plan.subscriptions if each.subscription.tag is not None))
-            own.sampled = plan.sampled  # the others still receive what these publish
-            return stamp, own
+            own = tuple(each for each in plan.subscriptions if each.subscription.tag is not None)
+            return stamp, Plan(own, sampled=plan.sampled)  # the others still receive what these publish
         return stamp, plan
 
     def end(self, is_complete: bool = True) -> None:

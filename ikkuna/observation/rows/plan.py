@@ -145,11 +145,11 @@ class Plan:
         The kinds that subscribers publish: ``weight_state_step_mean`` is no state of an optimizer.
     measuring : frozenset of Registered
         The subscribers that decide for each step whether they measure, and do at this one.
+    sampled : frozenset of Registered, optional
+        The subscribers that take events and results of the step; by default those that sample it.
 
     Attributes
     ----------
-    sampled : frozenset of Registered
-        The subscribers that sample the step, without their order.
     takes_data : bool
         Whether any tensor is measured, rather than events and results alone.
     reports_parameters : bool
@@ -171,9 +171,10 @@ class Plan:
         subscriptions: tuple[Registered, ...],
         results: frozenset[str] = frozenset(),
         measuring: frozenset[Registered] = frozenset(),
+        sampled: frozenset[Registered] | None = None,
     ) -> None:
         self.subscriptions, self.measuring = subscriptions, measuring
-        self.sampled = frozenset(subscriptions)
+        self.sampled = frozenset(subscriptions) if sampled is None else sampled
         self._tasks: dict[tuple[str, str | None], Task | None] = {}
         self._of_all_modules: dict[str, Task | None] = {}
         self._candidates: dict[str, list[Registered]] = {}

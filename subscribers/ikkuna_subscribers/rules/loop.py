@@ -284,7 +284,7 @@ class WeightsRestoredRule(Rule):
     def scores(self, history: History) -> Iterator[Score]:
         """Yield 1 if the weights were like this before, and others in between."""
         fresh = history.matrices("weights_norm2")
-        if len(fresh) < 2 or not all(math.isfinite(curve.last) for _, curve in fresh):
+        if len(fresh) < 2 or not (history.is_finite or all(math.isfinite(curve.last) for _, curve in fresh)):
             return
         memory = history.memory[self.name]
         seen, now = memory.setdefault("seen", {}), hash(tuple([(name, curve.last) for name, curve in fresh]))
