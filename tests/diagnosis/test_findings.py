@@ -150,6 +150,14 @@ def test_only_the_last_200_changes_can_be_taken_back():
     assert list(found) == []
 
 
+def test_changes_in_one_step_are_one_change_that_can_be_taken_back():
+    found = FindingList({})
+    for i in range(600):
+        found.add(finding(f"rule{i}"), i // 3)
+    found.retract(1)
+    assert [each.rule for each in found] == ["rule0", "rule1", "rule2"]
+
+
 def test_a_further_finding_of_a_rule_names_its_module_or_its_step():
     found = FindingList({})
     known = finding("a", "warning", "m", 3, against=("it falls",))
