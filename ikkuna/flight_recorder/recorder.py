@@ -360,6 +360,7 @@ class FlightRecorder(StepObserver):
     def steps_passed(self, block: StepLosses) -> None:
         """Keep the losses of steps in a row."""
         try:
+            self._follow(block.last.global_step + 1 - len(block.losses))
             self._steps.add_losses(block)
             for loss in block.losses:
                 self._score(loss)
@@ -377,6 +378,11 @@ class FlightRecorder(StepObserver):
         except Exception as error:
             self._context.error_guard.report_internal("recording a step", error)
 
+    def _follow(self, step: int) -> None:
+        """Begin the score of the loss anew, as rules do, if the training was resumed at an earlier step."""
+        if step < self._steps.step:
+            self._spike.clear()
+
     def _score(self, loss: float) -> None:
         was_spike, self._has_spiked = self._has_spiked, self._spike.add(loss) > LIMIT
         if self._has_spiked and not was_spike:
@@ -387,6 +393,7 @@ class FlightRecorder(StepObserver):
         self._importance = max(self._importance, importance)
 
     def _keep(self, rows: Rows, event: NetworkMessage) -> None:
+        self._follow(rows.stamp.global_step)
         loss = self._steps.add(rows, event)
         if rows.skipped:
             return

@@ -274,6 +274,17 @@ def test_a_loss_that_jumps_in_steps_that_no_subscriber_samples_triggers_once(tmp
     assert [(dump.step, dump.reasons) for dump in dumps] == [(49, ["the loss jumped to 3.01"])] * is_spike
 
 
+@pytest.mark.parametrize("first", [48, 10])
+def test_a_training_that_is_resumed_earlier_is_compared_with_its_own_losses(tmp_path, first):
+    loop = Loop(tmp_path, burst=0)
+    for start, level in ((0, 2.0), (first, 4.0)):
+        losses = [level + 0.01 * (step % 3) for step in range(48)]
+        block = StepLosses(training(start), losses=losses, rates=[[]] * len(losses), ends=[1.0] * len(losses))
+        recorder_of(loop).steps_passed(block)
+    recorder_of(loop).step_delivered(training(first + 48))
+    assert [dump.reasons for dump in loop.close()] == [["the loss jumped to 4"]] * (first == 48)
+
+
 def test_the_writer_has_two_seconds_at_the_end(tmp_path, monkeypatch):
     loop, waited = Loop(tmp_path).run(1), []
     monkeypatch.setattr(recorder_of(loop)._writer, "close", waited.append)
