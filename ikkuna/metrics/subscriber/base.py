@@ -119,7 +119,7 @@ class _Numbers(NamedTuple):
 
     stamp: Stamp
     kind: str
-    names: list[_Name]
+    names: list[_Name]  # perhaps one more
     values: list[float]
 
 
@@ -530,12 +530,13 @@ class Subscriber(metaclass=_RegisteringType):
             return
         first: Message = message.first if isinstance(message, MessageBundle) else message
         key = id(first.stamp), kind
+        name = _NETWORK if type(first) is NetworkMessage and not first.path else _name(first)
         if (numbers := self._untaken_numbers.get(key)) is None:
-            numbers = self._untaken_numbers[key] = _Numbers(first.stamp, kind, [], [])
+            numbers = self._untaken_numbers[key] = _Numbers(first.stamp, kind, [name], [value])
             self._untaken.append(numbers)
-        is_plain = type(first) is NetworkMessage and not first.path
-        numbers.names.append(_NETWORK if is_plain else _name(first))
-        numbers.values.append(value)
+        else:  # an interrupt may come between two lines
+            numbers.names.append(name)
+            numbers.values.append(value)
         if not host.thread.subscriber_is_running:
             host.take_results(self)
 
@@ -648,7 +649,7 @@ class Subscriber(metaclass=_RegisteringType):
             self._untaken_numbers = {}
             for i, each in enumerate(taken):
                 if type(each) is _Numbers:
-                    names = tuple(each.names)
+                    names = tuple(each.names[: len(each.values)])
                     if (known := self._known_names.get(names)) is None:
                         known = self._batch_names(names)
                     taken[i] = self._result_of(each.stamp, known, each.kind, each.values, is_published=True)
