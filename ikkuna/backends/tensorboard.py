@@ -33,6 +33,7 @@ from ikkuna.store.event_format import (
     text_value,
     titled_scalar_value,
 )
+from ikkuna.store.event_records import event_library
 from ikkuna.store.names import (
     Series,
     SeriesGroup,
@@ -326,6 +327,7 @@ class TensorBoardBackend(FileBackend):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        event_library()  # is compiled or loaded now, since a step must not wait for it
         self._prefixes: dict[Series, bytes] = {}
         self._single: dict[Series, SeriesGroup] = {}
         self._layout: tuple[tuple[tuple[Series, int], ...], int] = (), 0

@@ -20,6 +20,7 @@ from ikkuna.backends.jsonl import JSONLinesBackend
 from ikkuna.backends.mpl import MPLBackend
 from ikkuna.backends.run import Run
 from ikkuna.backends.tensorboard import TensorBoardBackend
+from ikkuna.store.event_records import event_library
 from ikkuna.store.json_lines import read
 from ikkuna.store.names import Series
 from ikkuna.store.run_directory import check_log_dir, make_run_directory
@@ -284,6 +285,13 @@ def test_values_of_a_file_that_cannot_be_created_wait_and_are_counted(tmp_path, 
 
 def backends(**options):
     return JSONLinesBackend(**options), TensorBoardBackend(**options)
+
+
+def test_the_library_is_there_before_the_first_value():
+    """Compiling it takes seconds, and loading it reads the disk."""
+    event_library.cache_clear()
+    TensorBoardBackend()
+    assert event_library.cache_info().currsize == 1
 
 
 def test_the_first_value_does_not_wait_for_the_disk(tmp_path, monkeypatch):
