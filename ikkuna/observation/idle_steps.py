@@ -87,7 +87,6 @@ class IdleSteps:
         Returns whether measurements are merged with those of other ranks.
     prepare_next : callable
         Prepares the hooks of modules for the next step.
-
     """
 
     # Native functions handle the usual events where there are some; the methods below define what they do with these slots.

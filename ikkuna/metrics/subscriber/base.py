@@ -119,7 +119,7 @@ class _Numbers(NamedTuple):
 
     stamp: Stamp
     kind: str
-    names: list[_Name]  # perhaps one more
+    names: list[_Name]  # one more than values, if an interrupt came between both
     values: list[float]
 
 
@@ -158,7 +158,7 @@ class StepLosses:
     began : float
         The time of the end of the step before, in seconds of the clock.
     ends : list of float
-        The time of the end of each step; perhaps those of one step more.
+        The time of the end of each step; one more than losses, if an interrupt came between both.
     """
 
     first: Stamp | None = None
@@ -325,9 +325,8 @@ class Subscriber(metaclass=_RegisteringType):
         self.ylims = ylims
         self._host: Host | None = None
         self._untaken: list[Result | Later | _Numbers] = []
-        self._untaken_numbers: dict[
-            tuple[int, str], _Numbers
-        ] = {}  # those among them, by the id of the stamp, and the kind
+        # The numbers among them, by the id of their stamp and by kind.
+        self._untaken_numbers: dict[tuple[int, str], _Numbers] = {}
         self._known_names: dict[tuple[_Name, ...], BatchNames] = {}
         self._curve_groups: dict[tuple[BatchNames, str, str], SeriesGroup] = {}
         self.evaluate: Callable[..., None] | None = None
