@@ -154,6 +154,12 @@ FROZEN_IN_OPTIMIZER = Mistake(
     meaning="An optimizer owns frozen parameters, which will not change.",
     advice="if they should train, call requires_grad_(True)",
 )
+FROZEN_OUTPUT_LAYER = Mistake(
+    "frozen_output_layer",
+    meaning="The output layer is frozen, and its weights are those that its constructor made: no training has reached them.",
+    advice="call requires_grad_(True) on the output layer after everything else was frozen, and before the optimizer is created",
+    explains=_names("no_learning plateau lr_too_low class_collapse"),
+)
 PARAMETER_IN_TWO_GROUPS = Mistake(
     "parameter_in_two_groups",
     meaning="Parameters are in several parameter groups or optimizers.",

@@ -38,6 +38,7 @@ CHECKS: tuple[Check, ...] = (
     *(labels.labels_of_other_samples, labels.label_in_inputs, labels.duplicate_rows, labels.rows_without_gradient),
     *(
         losses.loss_at_init,
+        losses.frozen_output_layer,
         losses.loss_scale,
         losses.loss_contract,
         losses.softmax_twice,

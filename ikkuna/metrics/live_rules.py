@@ -131,8 +131,8 @@ class RuleSubscriber(Subscriber):
         Called with each new finding on rank 0; its exceptions are logged.
     stop : {'info', 'warning', 'error'}, optional
         The least severity of a finding that raises `StopTraining` at the end of the step.
-    every : int
-        The number of steps between two samples of facts that rarely change.
+    facts : Subscription
+        The steps at which facts that rarely change are read.
     loss_every : int
         The number of steps between two values of the series that have one in every step.
         It sets the thresholds of rules apart from what is sampled: a loss between two of them is only judged as a spike.
@@ -160,7 +160,7 @@ class RuleSubscriber(Subscriber):
         *,
         on_finding: OnFinding | None = None,
         stop: str | None = None,
-        every: int = 10,
+        facts: Subscription,
         loss_every: int = 1,
         mute: frozenset[str] = frozenset(),
         **options: Any,
@@ -170,8 +170,9 @@ class RuleSubscriber(Subscriber):
         self._on_finding = on_finding
         self._told: dict[tuple[str, str | None], str] = {}
         self._stopping = SEVERITIES[SEVERITIES.index(stop) :] if stop else ()
-        self._every = every
-        self.needs_step_every = loss_every if stop else every  # training stops at the end of the judged step
+        self._facts = facts
+        # training stops at the end of the judged step
+        self.needs_steps = facts.sampled(subsample=loss_every) if stop else facts
         self._samples = self.subscription.sampled(subsample=loss_every).samples
         self._asked: tuple[Stamp | None, bool] = None, False
         self._mute = self._muted_first = mute
@@ -251,7 +252,7 @@ class RuleSubscriber(Subscriber):
         for stamp, loss, rates in zip(block.stamps(), block.losses, block.rates, strict=False):
             self._add_loss(stamp, loss)
             if self._reads(stamp):
-                self._add_groups(stamp.global_step, {"learning_rates": dict(zip(block.names, rates, strict=True))})
+                self._add_groups(stamp, {"learning_rates": dict(zip(block.names, rates, strict=True))})
             self._end_step(stamp, is_stored=False)
         self._store_steps(stamp)
 
@@ -277,8 +278,8 @@ class RuleSubscriber(Subscriber):
             self.judge.defer("step_skipped", None, message.global_step, skipped)
             self._keep(_SKIPPED, np.array([skipped]), message.global_step)
         if not message.skipped:
-            self._add_groups(message.global_step, data)
-        if message.skipped or message.global_step % self._every:
+            self._add_groups(message.stamp, data)
+        if message.skipped or not self._facts.samples(message.stamp):
             return
         if data.get("has_closure"):
             self.receive(message, "optimizer_closure", 1.0)
@@ -288,10 +289,10 @@ class RuleSubscriber(Subscriber):
             trainable = [named for named in data.get("unowned", ()) if named.parameter.requires_grad]
             self._add_unowned(message, trainable)
 
-    def _add_groups(self, step: int, data: dict[str, Any]) -> None:
+    def _add_groups(self, stamp: Stamp, data: dict[str, Any]) -> None:
         """Add the rate of each parameter group, and from time to time its other settings."""
-        rates = data.get("learning_rates", {})
-        settings = {} if step % self._every else data.get("settings", {})
+        step, rates = stamp.global_step, data.get("learning_rates", {})
+        settings = data.get("settings", {}) if self._facts.samples(stamp) else {}
         for key, rate in rates.items():
             name = "" if list(rates) == ["0"] else f"group {key}" if key.isdigit() else key
             if rate is not None:
@@ -437,7 +438,8 @@ def register_rules(
         The number of steps between two samples of modules.
     later : int, optional
         The largest number of steps between two samples from step ``30 * every`` on, a multiple of `every`; by default ``4 * every``.
-        It concerns what no other subscriber measures: most mistakes show in the first steps, and these statistics are most of the cost.
+        It concerns what no other subscriber measures, and facts of the loop: most mistakes show in the first steps, and these
+        statistics are most of the cost.
     loss_every : int, optional
         The number of steps between two values of the loss, the learning rate and skipped steps that rules read; `every` is a multiple
         of it.  Rules are judged at these steps; by default 2, at which their thresholds were measured, if `every` is even, otherwise 1.
@@ -476,7 +478,8 @@ def register_rules(
             handles += _register_needs(bus, rule, judge.history.network, (every, later))
         published = {kind for r in bus.registered for kind in r.subscriber.publishes}
         kinds = ["batch_finished", "loss", *sorted((judge.kinds & published) - set(_OWN))]
-        settings: dict[str, Any] = {"on_finding": on_finding, "stop": stop, "every": every, "loss_every": loss_every}
+        facts = _thinned(Subscription("batch_finished", subsample=every), every, later)
+        settings: dict[str, Any] = {"on_finding": on_finding, "stop": stop, "facts": facts, "loss_every": loss_every}
         subscriber = RuleSubscriber(kinds, judge, mute=muted, **settings, **options)
         if World.here().size > 1:
             subscriber.subscription = subscriber.subscription.sampled(subsample=loss_every)

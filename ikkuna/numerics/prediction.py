@@ -361,6 +361,40 @@ def initial_logit_deviation(shape: Sequence[int], weight_rms: float) -> float:
     return math.sqrt(fan_in) * weight_rms if weight_rms <= _MARGIN * usual else 0.0
 
 
+_MOST_SAMPLED, _LEAST_SAMPLED = 65_536, 32
+_DISTANCE = 1.95  # √n times the Kolmogorov distance that one uniform sample of 1,000 exceeds
+
+
+def is_of_constructor(weight: Tensor) -> bool:
+    r"""Return whether a weight looks as the constructor of a linear or convolutional layer of torch has made it.
+
+    That is uniform between :math:`\pm 1 / \sqrt{n_\text{in}}`.  The first updates move some values over these bounds, and a decay
+    makes the values too small.  One such weight in 1,000 is taken for a trained one, and so are all of fewer than 32 elements.
+
+    Parameters
+    ----------
+    weight : Tensor
+        The weight, ``(out, in, …)``; the first 65,536 elements are read.
+
+    Examples
+    --------
+    >>> _, layer = torch.manual_seed(0), torch.nn.Linear(64, 10)
+    >>> is_of_constructor(layer.weight), is_of_constructor(0.9 * layer.weight), is_of_constructor(layer.weight + 0.01)
+    (True, False, False)
+    """
+    values = weight.detach().flatten()[:_MOST_SAMPLED].cpu().double()
+    if len(values) < _LEAST_SAMPLED:
+        return False
+    ranks = torch.arange(len(values) + 1, dtype=torch.float64, device="cpu") / len(values)
+    shares = (
+        (values * math.sqrt(math.prod(weight.shape[1:])) * 0.5 + 0.5).sort().values
+    )  # from 0 to 1 between the bounds
+    distance = torch.maximum(ranks[1:] - shares, shares - ranks[:-1]).max()
+    rounding = torch.finfo(weight.dtype).eps
+    is_inside = (shares[0] >= -rounding) & (shares[-1] <= 1 + rounding)
+    return bool(is_inside & (distance * math.sqrt(len(values)) <= _DISTANCE))
+
+
 def initial_cross_entropy(classes: int, deviation: float) -> float:
     r"""Return an upper bound of the expected cross-entropy of normally distributed logits that do not depend on the labels.
 

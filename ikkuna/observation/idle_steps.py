@@ -33,7 +33,7 @@ _OFF, _NOTHING, _CALLED, _RETURNED, _COMPUTING, _STEPPING = range(-1, 5)
 
 _NO_ARGUMENTS: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
 _MOST_REFUSALS = 64
-_MOST_LOSSES = 64
+_MOST_LOSSES = 20  # then they are delivered, and the threshold is computed again
 
 
 class _Plans(Protocol):
@@ -85,16 +85,16 @@ class IdleSteps:
         No values wait for their steps during such steps.
     is_shared : callable
         Returns whether measurements are merged with those of other ranks.
-    prepare_next : callable
-        Prepares the hooks of modules for the next step.
+    ended : callable
+        Called after the last step that is counted.
     """
 
     # Native functions handle the usual events where there are some; the methods below define what they do with these slots.
     __slots__ = (
-        *("__weakref__", "_arguments", "_behind", "_bus", "_call", "_computing", "_context", "_ended"),
+        *("__weakref__", "_arguments", "_behind", "_bus", "_call", "_computing", "_context", "_ended", "_has_ended"),
         *("_handlers", "_hooks", "_is_native", "_is_shared", "_left", "_lock", "_logged", "_loss"),
         *("_loss_arguments", "_losses", "_most", "_nodes", "_number", "_on_host", "_optimizer", "_output"),
-        *("_owned", "_plan", "_plans", "_prepare_next", "_queue", "_refusals", "_root", "_run", "_seen"),
+        *("_owned", "_plan", "_plans", "_queue", "_refusals", "_root", "_run", "_seen"),
         *("_size", "_steps", "_stop_looking", "_takes_losses", "_thread", "_thread_state", "_threshold"),
         *("_tracker", "_waits"),
     )
@@ -106,11 +106,11 @@ class IdleSteps:
         hooks: HookSet,
         logged: LoggedValues,
         is_shared: Callable[[], bool],
-        prepare_next: Callable[[], object],
+        ended: Callable[[], object],
     ) -> None:
         self._bus, self._context, self._hooks, self._logged = bus, context, hooks, logged
         self._queue = bus.queue
-        self._is_shared, self._prepare_next = is_shared, prepare_next
+        self._is_shared, self._has_ended = is_shared, ended
         self._tracker = context.tracker
         self._thread_state = context.error_guard.thread
         self._handlers: dict[Callable[..., object], Callable[..., bool]] = {
@@ -479,5 +479,6 @@ class IdleSteps:
                 is_over = self._left <= 0
             if is_over:
                 self.end()
-                self._prepare_next()
-            return True
+        if is_over:
+            self._has_ended()
+        return True

@@ -194,6 +194,31 @@ def frozen_layer_in_the_optimizer():
     return model, batch, loss, optimizer
 
 
+@mistake(("frozen_output_layer", "warning", "4"))
+def new_output_layer_that_was_frozen_with_the_body():
+    model, batch, loss, _ = classifier()
+    model.requires_grad_(False)[0].bias.requires_grad_(True)
+    return model, batch, loss, torch.optim.Adam(p for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("prepare", ["of_its_own_optimizer", "loaded", "of_another_distribution", "the_only_layer"])
+def test_an_output_layer_may_be_frozen(prepare):
+    model, batch, loss, _ = classifier()
+    head, body = model[4], model[:4]
+    head.requires_grad_(False)
+    optimizers = [torch.optim.Adam(body.parameters())]
+    if prepare == "of_its_own_optimizer":  # as a discriminator while the generator trains
+        optimizers.append(torch.optim.Adam(head.parameters()))
+    elif prepare == "loaded":
+        head.weight.data += 0.02 * torch.randn_like(head.weight)
+    elif prepare == "of_another_distribution":
+        nn.init.normal_(head.weight, std=0.02)
+    else:
+        body.requires_grad_(False)
+    found = {finding.rule for finding in ikkuna.preflight(model, batch, loss, optimizers)}
+    assert "frozen_output_layer" not in found
+
+
 # -- the model
 
 

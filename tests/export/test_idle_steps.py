@@ -20,6 +20,7 @@ from ikkuna.numerics.statistics.native import library
 from ikkuna.numerics.statistics.native.hook_functions import hook_functions
 from ikkuna.observation.hooks.hook import Hook
 from ikkuna.observation.idle_steps import IdleSteps
+from ikkuna.observation.step_cycle import StepCycle
 from tests.diagnosis.test_right_programs import PROGRAMS
 from tests.export.test_turns import PARTS, Descent, Model
 
@@ -172,7 +173,8 @@ def run_disturbed(seed, every, directory, is_judged=False):
             event = CallbackSubscriber(kind, lambda m: seen.append((m.kind, str(m.stamp), m.skipped)), subsample=every)
             bus.register_subscriber(event) if not is_judged else None
         if is_judged:
-            exporter.apply_rules(["loss_spike", "diverges", "lr_too_high"], every=every, backend="null")
+            rules_every = every if seed % 4 else 1  # which is thinned after 30 steps
+            exporter.apply_rules(["loss_spike", "diverges", "lr_too_high"], every=rules_every, backend="null")
             exporter.record_steps()
         for _ in range(60):
             for place in ("before", "inside", "after"):
@@ -261,6 +263,33 @@ def test_a_step_between_samples_of_a_default_watch_makes_few_calls(with_module, 
     is_native = with_module and hook_functions(library(), wait=True) is not None
     assert 0 < min(counts) <= max(counts) <= (9 if is_native else 30)
     assert watched.health().steps == 29
+
+
+def test_steps_are_counted_until_facts_are_read_and_their_losses_are_delivered_in_blocks(monkeypatch, tmp_path):
+    model, loss, opened, blocks = Model(), nn.MSELoss(), [], []
+    optimizer, compute, record = (
+        torch.optim.SGD(model.parameters(), 0.01),
+        RuleSubscriber.compute_losses,
+        StepCycle.record,
+    )
+
+    def compute_losses(rules, block):
+        blocks.append((block.first.global_step, len(block.losses)))
+        compute(rules, block)
+
+    monkeypatch.setattr(RuleSubscriber, "compute_losses", compute_losses)
+    monkeypatch.setattr(
+        StepCycle, "record", lambda self, stamp: (opened.append(stamp.global_step), record(self, stamp))
+    )
+    own = NormSubscriber("weights", subsample=1000)
+    with ikkuna.watch(model, own, loss=loss, rules=["loss_spike"], preflight=False, log_dir=tmp_path, verbosity=0):
+        for _ in range(402):
+            optimizer.zero_grad()
+            loss(model(torch.ones(4, 2), PARTS), torch.zeros(4, 2)).backward()
+            optimizer.step()
+    late = [step for step in opened if step >= 300]
+    assert late == [320, 360, 400]
+    assert blocks[-5:] == [(321, 20), (341, 19), (361, 20), (381, 19), (401, 1)]
 
 
 @pytest.mark.filterwarnings("ignore")

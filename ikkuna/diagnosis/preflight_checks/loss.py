@@ -1,4 +1,4 @@
-"""Checks of inputs, labels and the loss."""
+"""Checks of inputs, labels, the loss and the layer before it."""
 
 import copy
 import math
@@ -12,6 +12,7 @@ from torch.nn import functional
 from ikkuna.diagnosis.mistakes import (
     ACTIVATION_BEFORE_LOSS,
     DIVIDED_TWICE,
+    FROZEN_OUTPUT_LAYER,
     INPUT_SCALE,
     LOSS_AT_INIT,
     LOSS_SCALE,
@@ -24,7 +25,7 @@ from ikkuna.diagnosis.preflight_checks.batch import widened
 from ikkuna.diagnosis.preflight_checks.contracts import findings_of
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, Classification
 from ikkuna.diagnosis.preflight_checks.trial import Trial, loss_with
-from ikkuna.numerics.prediction import initial_cross_entropy, initial_logit_deviation
+from ikkuna.numerics.prediction import initial_cross_entropy, initial_logit_deviation, is_of_constructor
 from ikkuna.printable import listed
 from ikkuna.store.finding import Finding
 from ikkuna.support.failures import error_text
@@ -87,6 +88,21 @@ def loss_at_init(trial: Trial) -> Iterator[Finding]:
             modules=tuple(large) if len(large) > 1 else (),
             at_most="info" if is_scaled and not is_large else "warning",
         )
+
+
+def frozen_output_layer(trial: Trial) -> Iterator[Finding]:
+    """Find a classifier's frozen output layer with the weights of its constructor, while other layers train.
+
+    A part that an optimizer of its own trains, such as the discriminator of a GAN, may be frozen at this moment alone.
+    """
+    last = _last_weights(trial)
+    if last is None or last.requires_grad or not trial.trainable or not is_of_constructor(last):
+        return
+    for optimizer in trial.optimizers:
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(p is last for p in owned) and not any(p.requires_grad for p in owned):
+            return
+    yield FROZEN_OUTPUT_LAYER.found(module=next(module_of(n) for n, p in trial.model.named_parameters() if p is last))
 
 
 def _large_layers(trial: Trial) -> list[str]:

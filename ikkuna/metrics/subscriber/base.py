@@ -247,8 +247,8 @@ class Subscriber(metaclass=_RegisteringType):
         The copy waits for the device.
     per_rank : bool
         Whether it also reads the records of the single ranks, as ``message.record.ranks``.
-    needs_step_every : float
-        Of training steps that are no multiples of it, the loss is enough; only with a :meth:`compute_losses`.
+    needs_steps : Subscription, optional
+        The training steps of which more than the loss is needed; by default all, as without a :meth:`compute_losses`.
     quantity : Quantity or sequence of Quantity
         What it publishes: unit, range, scale, what is good, and whether runs can be compared by it.
         One for all kinds, or one for each in the order of `publishes`; a subscriber that publishes nothing declares what it shows.
@@ -283,7 +283,7 @@ class Subscriber(metaclass=_RegisteringType):
     sees_skipped: bool = False
     needs_model: bool = False
     of_network: bool = False
-    needs_step_every: float = 1
+    needs_steps: Subscription | None = None
     needs_whole: bool = False
     needs_float64: bool = True
     per_rank: bool = False
@@ -432,7 +432,7 @@ class Subscriber(metaclass=_RegisteringType):
     def compute_losses(self, block: StepLosses) -> None:
         """Handle the losses of training steps in a row, in place of :meth:`compute` and :meth:`finish` of each of them.
 
-        Called if the steps are no multiples of `needs_step_every`, and if nothing else was wanted of them.
+        Called if the steps are none of `needs_steps`, and if nothing else was wanted of them.
         """
 
     def loss_threshold(self) -> float:

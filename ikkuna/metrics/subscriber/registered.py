@@ -143,12 +143,12 @@ class Registered:
         """A number of which every sampled training step is a multiple, from step ``first`` on."""
         return 1 if self._sampling.is_changed else self.subscription.subsample
 
-    @property
-    def distance_of_more(self) -> float:
-        """A number of which every training step is a multiple of which more than the loss is needed."""
-        if self._sampling.is_changed or not self.takes_losses:
-            return self.distance
-        return self.subscriber.needs_step_every
+    def steps_until_more(self, step: int) -> int:
+        """Return the least number of training steps from `step` on before one of which more than the loss may be needed."""
+        if self._sampling.is_changed:
+            return 0
+        needed = self.subscriber.needs_steps if self.takes_losses else None
+        return (needed or self.subscription).steps_until_candidate(step)
 
     def is_sampled_as_registered(self, step: int) -> bool:
         """Return whether the user, and unusual losses, have not changed which subscribers of the bus sample a training step."""

@@ -208,8 +208,12 @@ class Subscription:
             return False
         if stamp.pass_name != TRAINING:
             return True
+        return step < self.first or self.steps_until_candidate(step) == 0
+
+    def steps_until_candidate(self, step: int) -> int:
+        """Return the least number of training steps from `step` on before one that may be sampled, from step `first` on."""
         begin, factor = self.thinning
-        return step < self.first or step % (self.subsample if step < begin else self.subsample * factor) == 0
+        return -step % (self.subsample if step < begin else self.subsample * factor)
 
     def thinned(self, begin: int, factor: int) -> Self:
         """Return a subscription that takes only every `factor`-th sample from step `begin` on.

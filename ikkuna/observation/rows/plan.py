@@ -272,7 +272,7 @@ class Demand:
         """Return the least number of training steps from `step` on before one of which a subscriber may need more than the loss."""
         if step < self._first:
             return 0
-        return min((-step % s.distance_of_more for s in self._known if not s.disabled), default=math.inf)
+        return min((s.steps_until_more(step) for s in self._known if not s.disabled), default=math.inf)
 
     def plan(self, subscriptions: Iterable[Registered], stamp: Stamp) -> Plan:
         """Return the plan of the step `stamp`."""

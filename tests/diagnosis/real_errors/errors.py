@@ -333,10 +333,16 @@ def workers_with_the_same_seed(is_mended):
 @error(
     "https://discuss.pytorch.org/t/84911",
     "Everything but batch norm is frozen, the new output layer too.",
-    reason="Most of a network is frozen on purpose in fine-tuning; whether the output layer was trained before is not visible.",
+    checks=["frozen_output_layer"],
+    reason="The rules judge what is trained.",
 )
 def output_layer_frozen_too(is_mended):
     model = networks.mlp([64, 64], norm="batch")
+    pretraining = Training(model, digits(seed=1), adam(model), steps=60)
+    for step in range(pretraining.steps):
+        pretraining.make_step(step)
+    model.zero_grad()
+    model.head.reset_parameters()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" in name or (is_mended and name.startswith("head")))
     return Training(model, digits(), torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-3))

@@ -39,12 +39,12 @@ class Training:
         exporter = watch(self.model, self.loss)
         try:
             for step in range(self.steps):
-                self._step(step)
+                self.make_step(step)
         finally:
             exporter.close()
         return {finding.rule for finding in exporter.findings if finding.severity != "info"}
 
-    def _step(self, step):
+    def make_step(self, step):
         if self.before_step:
             self.before_step(step)
         if self.clears:
