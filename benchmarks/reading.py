@@ -14,7 +14,8 @@ from pathlib import Path
 from synthetic_run import values_of_step, write_run
 
 from ikkuna.reading import StoredRun
-from ikkuna.store.event_format import float32, scalar_prefix, step_record
+from ikkuna.store.event_format import float32, scalar_prefix
+from ikkuna.store.event_records import step_record
 
 
 def write_single(directory, values: int) -> Path:

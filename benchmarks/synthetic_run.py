@@ -7,7 +7,8 @@ import numpy as np
 from ikkuna.diagnosis import Finding
 from ikkuna.diagnosis.stored_findings import event_line, event_text
 from ikkuna.reading import StoredHistogram
-from ikkuna.store.event_format import float32, histogram_value, scalar_prefix, step_record, text_value
+from ikkuna.store.event_format import float32, histogram_value, scalar_prefix, text_value
+from ikkuna.store.event_records import step_record
 from ikkuna.store.names import Series, series_tag
 from ikkuna.store.values import ModuleEntry, module_table
 

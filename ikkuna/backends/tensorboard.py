@@ -29,11 +29,10 @@ from ikkuna.store.event_format import (
     layout_value,
     scalar_prefix,
     start_record,
-    step_record,
     text_value,
     titled_scalar_value,
 )
-from ikkuna.store.event_records import event_library
+from ikkuna.store.event_records import event_library, step_record
 from ikkuna.store.names import (
     Series,
     SeriesGroup,

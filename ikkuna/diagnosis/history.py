@@ -77,7 +77,7 @@ class TimeSeries:
 
     def median(self, number: int, skip: int = 0) -> float:
         """Return the median of those of the latest `number` values that are not NaN; NaN if there is none."""
-        return middle(list(islice(reversed(self.values), skip, skip + number)))
+        return middle(self.tail(number, skip))
 
     def points(self, number: int = 50) -> tuple[tuple[int | str, float], ...]:
         """Return the latest values with their steps."""

@@ -196,7 +196,7 @@ class IdleSteps:
         if (number := self._tracker.only_optimizer) is None or not self._trains_all():
             return False
         roots, optimizers = context.model.callable, parameters.optimizers()
-        if len(roots) != 1 or len(optimizers) != 1 or parameters.known_owners().unowned:
+        if len(roots) != 1 or len(optimizers) != 1 or parameters.owners().unowned:
             return False
         self._root, self._optimizer = weakref.ref(roots[0]), weakref.ref(optimizers[0])
         self._number, self._owned = number, parameters.owned_ids(optimizers[0])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.observation.evaluation import OtherPasses
 from ikkuna.observation.hooks.context import HookContext, NativePath
+from ikkuna.observation.hooks.hook import Stopwatch
 from ikkuna.observation.hooks.hook_set import HookSet
 from ikkuna.observation.logged_values import LoggedValues
 from ikkuna.observation.model.roots import Root, Roots
@@ -19,7 +20,6 @@ from ikkuna.observation.model.watched_model import WatchedModel
 from ikkuna.observation.ranks import Exchange
 from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.observation.step_cycle import ReplacedModules, SamplingPlans, StepCycle
-from ikkuna.observation.steps.counters import Stopwatch
 from ikkuna.observation.validation import Validation
 from ikkuna.store.run_directory import Continued
 from ikkuna.support.failures import log

@@ -22,6 +22,7 @@ from ikkuna.observation.idle_steps import IdleSteps
 from ikkuna.observation.logged_values import LoggedValues
 from ikkuna.observation.ranks import Exchange
 from ikkuna.observation.rows.plan import Demand, Plan
+from ikkuna.observation.rows.rows import Rows
 from ikkuna.observation.steps.forwards import (
     MICRO_PART,
     Abandoned,
@@ -44,7 +45,7 @@ _MANY_THROWN_AWAY = 20
 _MOST_EXTRA = 32  # measurements of earlier steps have been delivered
 
 
-class SamplingPlans:
+class SamplingPlans(Demand):
     """The plans of steps, and the changes of what is sampled.
 
     Parameters
@@ -56,13 +57,11 @@ class SamplingPlans:
         Prepared for what is wanted.
     """
 
-    def __init__(self, bus: MessageBus, context: HookContext, modules: ModuleHooks) -> None:
-        self._bus, self._context, self._modules = bus, context, modules
-        self._demand = Demand()
+    _bus: MessageBus
 
-    def of(self, stamp: Stamp) -> Plan:
-        """Return the plan of a step or of another pass."""
-        return self._demand.plan(self._bus.registered, stamp)
+    def __init__(self, bus: MessageBus, context: HookContext, modules: ModuleHooks) -> None:
+        super().__init__(bus)
+        self._context, self._modules = context, modules
 
     def count_idle(self) -> float:
         """Return how many steps from the next one on need no more than the loss, and do not end an epoch."""
@@ -70,7 +69,7 @@ class SamplingPlans:
         if tracker.stamp.completes:
             return 0
         counters = tracker.counters
-        return min(self._demand.steps_until_sample(counters.global_step), counters.steps_left - 1)
+        return min(self.steps_until_sample(counters.global_step), counters.steps_left - 1)
 
     def of_next_step(self) -> Plan:
         """Return the plan of the open step, or of the next one."""
@@ -82,7 +81,7 @@ class SamplingPlans:
         extra.add(stamp.global_step)
         if len(extra) > _MOST_EXTRA:
             extra.remove(min(extra))
-        self._demand = Demand()
+        self.reset()
         return self.of(stamp)
 
     def demand_changed(self) -> None:
@@ -103,7 +102,7 @@ class SamplingPlans:
         tracker = self._context.tracker
         next_step = tracker.counters.global_step + (tracker.state is not State.IDLE)
         self._bus.sampling.change(next_step, paused, every)
-        self._demand = Demand()
+        self.reset()
         self.demand_changed()
         if tracker.state is State.IDLE and tracker.pass_name == TRAINING:
             self._modules.keep_for(self.of_next_step())
@@ -355,20 +354,19 @@ class StepCycle:
         if closed.skipped:
             self._count_thrown_away(closed.stamp.global_step)
         else:
-            if optimizers.table.copied or optimizers.table.before or optimizers.untrained.settled is None:
+            if optimizers.table.is_used or optimizers.untrained.settled is None:
                 optimizers.before_close()
             self._steps += 1
         self._hooks.step_ended()
-        lap, report = context.stopwatch.lap(), self._report(closed)
-        optimizers.step_ended()
+        lap, step = context.stopwatch.lap(), None
         self._logged.step_ends(closed.stamp.global_step)
-        step = None
         if context.recorder.rows is not None:
             if context.recorder.plan.of_loss:
                 self._missing_loss.step_ended(self.steps)
-            bus.queue.append(step := self._finished(closed, report, lap))
+            bus.queue.append(step := self._finished(context.recorder.rows, closed, lap))
         else:
             self._pass_over(closed)
+        optimizers.step_ended()
         plan = None if closed.carried else self.prepare_next()
         if (run := bus.run) is not None and run.control.request is not None:
             self._plans.follow_control_file()
@@ -394,10 +392,8 @@ class StepCycle:
             detail = f"Optimizers have made {counted(self.steps, 'step')}."
             context.found(STEPS_LEFT_OUT.found(events.thrown_away, detail=detail))
 
-    def _report(self, closed: Closed) -> dict[str, Any]:
+    def _report(self, closed: Closed, lap: tuple[float, float] | None) -> dict[str, Any]:
         """Return what ``batch_finished`` says about the step."""
-        if self._context.recorder.rows is None:
-            return {}
         optimizers, events = self._hooks.optimizers, self._context.events
         facts = {
             "evaluations_in_training_mode": 0 if events.in_evaluation_mode else events.in_training_mode,
@@ -408,32 +404,30 @@ class StepCycle:
         if self._context.recorder.plan.reports_parameters:
             facts["gradients_at_step"] = optimizers.gradients
             facts["random_numbers_repeated"] = self._random_numbers.are_repeated()
-        return {
+        report = {
             "learning_rates": optimizers.rates,
             "settings": optimizers.settings,
             "has_closure": optimizers.has_closure,
             "has_scaler": self._context.loss_scale.is_used,
-            "unowned": self._context.parameters.known_owners().unowned,
+            "unowned": self._context.parameters.owners().unowned,
             "facts": facts,
         }
+        return report if lap is None else report | {"seconds": lap[0], "own_seconds": lap[1]}
 
-    def _finished(self, closed: Closed, report: dict[str, Any], lap: tuple[float, float] | None) -> Finished:
-        """Return the step with its measurements and its event."""
-        recorder = self._context.recorder
-        if lap is not None:
-            report["seconds"], report["own_seconds"] = lap
+    def _finished(self, rows: Rows, closed: Closed, lap: tuple[float, float] | None) -> Finished:
+        """Return the step with its measurements, and its event if a subscriber or the observer takes it."""
+        recorder, plan, observer = self._context.recorder, self._context.recorder.plan, self._context.observer
         numbers, known = self._hooks.losses.numbers_of(closed.optimizers), closed.stamp
         stamp = Stamp(known.global_step, known.train_step, known.epoch, known.pass_name, numbers, known.completes)
-        event = NetworkMessage(stamp, "batch_finished", report)
-        assert recorder.rows is not None
-        recorder.rows.rates = dict(report["learning_rates"])  # rates on an accelerator travel with the rows
-        plan, rows = recorder.plan, recorder.close(closed.parts, closed.carried)
-        assert rows is not None
+        rows.skipped, event = rows.skipped or closed.skipped, None
+        if observer is not None or "batch_finished" in plan.kinds:
+            event = NetworkMessage(stamp, "batch_finished", self._report(closed, lap), skipped=rows.skipped)
+            rows.rates = dict(event.data["learning_rates"])  # rates on an accelerator travel with the rows
+        recorder.close(closed.parts, closed.carried)
         rows.stamp = stamp
-        rows.skipped = event.skipped = rows.skipped or closed.skipped
         if self._exchange.world is None or self._exchange.gather is not None:
             self._exchange.take(rows, plan)
-        return Finished(rows, event, self._context.observer)
+        return Finished(rows, event, observer)
 
     def _pass_over(self, closed: Closed) -> None:
         """End a step that no subscriber samples."""
@@ -450,7 +444,11 @@ class StepCycle:
     def prepare_next(self) -> Plan:
         """Prepare the hooks of modules for the next step; return its plan."""
         context, modules = self._context, self._hooks.modules
-        if modules.is_found_compiled():
+        if (
+            modules.switch is not None
+            and not context.model.is_compiled
+            and modules.compiled.includes(context.model.roots.callable)
+        ):  # a root proves to be compiled that was not known to be
             self._plans.demand_changed()
         plan = self._plans.of(context.tracker.stamp)
         if plan.takes_data and context.model.is_compiled:

@@ -8,7 +8,6 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 
 from tensorboardX.proto.api_pb2 import DataType, Experiment, HParamInfo, MetricInfo, MetricName
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -20,7 +19,7 @@ from tensorboardX.proto.tensor_pb2 import TensorProto
 from tensorboardX.proto.tensor_shape_pb2 import TensorShapeProto
 
 from ikkuna.store.append_file import ReplacedEnd
-from ikkuna.store.event_records import record
+from ikkuna.store.event_records import record, step_record, varint
 from ikkuna.store.names import Series, overview_tag, series_tag
 from ikkuna.store.quantity import network_order
 from ikkuna.store.run_directory import ConfigValue
@@ -29,15 +28,6 @@ from ikkuna.store.values import HistogramLike
 _SESSION_START = 1  # SessionLog.START
 _FLOAT = struct.Struct("<f")
 _PNG_SIZE = struct.Struct(">II")
-
-
-def _varint(number: int) -> bytes:
-    out = bytearray()
-    while number > 127:
-        out.append(number & 127 | 128)
-        number >>= 7
-    out.append(number)
-    return bytes(out)
 
 
 def float32(value: float) -> bytes:
@@ -57,8 +47,8 @@ def scalar_prefix(tag: str) -> bytes:
     0.5
     """
     name = tag.encode()
-    value = b"\x0a" + _varint(len(name)) + name + b"\x15"  # field 1: tag; field 2, fixed 32 bits: simple_value
-    return b"\x0a" + _varint(len(value) + 4) + value  # field 1 of Summary
+    value = b"\x0a" + varint(len(name)) + name + b"\x15"  # field 1: tag; field 2, fixed 32 bits: simple_value
+    return b"\x0a" + varint(len(value) + 4) + value  # field 1 of Summary
 
 
 def _entry(value: "Summary.Value") -> bytes:
@@ -136,17 +126,6 @@ def hparams_values(config: Mapping[str, ConfigValue], metrics: Sequence[str]) ->
 def _hparams_value(tag: str, content: HParamsPluginData) -> bytes:
     plugin = SummaryMetadata.PluginData(plugin_name="hparams", content=content.SerializeToString())
     return _entry(Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin)))
-
-
-@lru_cache(1024)  # the entries of many steps are equally long
-def _summary_header(size: int) -> bytes:
-    return b"\x2a" + _varint(size)  # field 5 of Event
-
-
-def step_record(entries: bytes, step: int, wall_time: float) -> bytes:
-    """Return the record of one event with the concatenated `entries` of its summary."""
-    stamp = b"\x09" + struct.pack("<d", wall_time) + b"\x10" + _varint(step & 0xFFFFFFFFFFFFFFFF)
-    return record(stamp + _summary_header(len(entries)) + entries)  # fields 1, 2 and 5: wall_time, step, summary
 
 
 def start_record(step: int, wall_time: float) -> bytes:

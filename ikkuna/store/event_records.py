@@ -1,4 +1,4 @@
-"""The records of event files: their checksums, and the intact records of a damaged file.
+"""The records of event files: those of steps, their checksums, and the intact records of a damaged file.
 
 TensorBoard ignores everything after the first corrupt byte of an event file.
 This module searches for the next intact record and continues there.
@@ -95,6 +95,27 @@ def record(payload: bytes) -> bytes:
 def _record_header(size: int) -> bytes:
     length = _HEADER.pack(size)
     return length + _CHECKSUM.pack(masked_crc32c(length))
+
+
+def varint(number: int) -> bytes:
+    """Return a number as protocol buffers store it: 7 bits in each byte, the lowest first."""
+    out = bytearray()
+    while number > 127:
+        out.append(number & 127 | 128)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+@lru_cache(1024)  # the entries of many steps are equally long
+def _summary_header(size: int) -> bytes:
+    return b"\x2a" + varint(size)  # field 5 of Event
+
+
+def step_record(entries: bytes, step: int, wall_time: float) -> bytes:
+    """Return the record of one event with the concatenated `entries` of its summary."""
+    stamp = b"\x09" + struct.pack("<d", wall_time) + b"\x10" + varint(step & 0xFFFFFFFFFFFFFFFF)
+    return record(stamp + _summary_header(len(entries)) + entries)  # fields 1, 2 and 5: wall_time, step, summary
 
 
 _HEAD, _TAIL = 12, 4  # bytes before a record's payload and after it

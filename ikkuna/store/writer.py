@@ -4,7 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ikkuna.store.append_file import FileFormat, ReplaceableFile
@@ -25,6 +25,11 @@ class QueuedBlock:
     """Whether it is an image drawn later, so that blocks of later steps may precede it."""
     is_written: bool = False
     is_synced: bool = False
+    size: int = field(init=False)
+    """The bytes that it takes in a queue."""
+
+    def __post_init__(self) -> None:
+        self.size = len(self.data) + _OVERHEAD
 
 
 class BlockQueue:
@@ -72,7 +77,7 @@ class BlockQueue:
         """Return the oldest block and those after it that fit into `size` bytes together with it."""
         blocks: list[QueuedBlock] = []
         for block in self._blocks:
-            size -= _size(block)
+            size -= block.size
             if blocks and size < 0:
                 break
             blocks.append(block)
@@ -87,11 +92,10 @@ class BlockQueue:
     def put(self, block: QueuedBlock) -> str | None:
         """Accept `block`, or count it as lost; return a line for the log if losses have begun or ended."""
         limit = self._capacity // 2 if self._lost else self._capacity
-        size = _size(block)
-        if self._blocks and self.nbytes + size > limit:
+        if self._blocks and self.nbytes + block.size > limit:
             return self._lose(block)
         line = None if self._lost is None else self.end_losses()
-        self._append(block, size)
+        self._append(block)
         return line
 
     def end_losses(self) -> str | None:
@@ -101,12 +105,12 @@ class BlockQueue:
         values, first, last = self._lost
         self._lost = None
         block = QueuedBlock(self._describe(values, first, last), last, 0)
-        self._append(block, _size(block))
+        self._append(block)
         return f"{values} values of steps {first} to {last} are lost"
 
-    def _append(self, block: QueuedBlock, size: int) -> None:
+    def _append(self, block: QueuedBlock) -> None:
         self._blocks.append(block)
-        self.nbytes += size
+        self.nbytes += block.size
         self.accepted += 1
 
     def _lose(self, block: QueuedBlock) -> str | None:
@@ -125,12 +129,12 @@ class BlockQueue:
         for block in blocks:
             if self._blocks and self._blocks[0] is block:
                 self._written.append(self._pop())
-                self.unsynced += _size(block)
+                self.unsynced += block.size
 
     def _pop(self) -> QueuedBlock:
         block = self._blocks.popleft()
         block.is_written = True
-        self.nbytes -= _size(block)
+        self.nbytes -= block.size
         self.done += 1
         self.last_step = self.last_step if block.is_picture else block.step
         return block
@@ -149,7 +153,7 @@ class BlockQueue:
                     break
                 begin = place
         kept = self._written[begin:]
-        if sum(map(_size, kept)) > self._capacity // 2:
+        if sum(block.size for block in kept) > self._capacity // 2:
             begin, kept = len(self._written), []
         final = [block.step for block in self._written[:begin] if not block.is_picture]
         self._final_step = final[-1] if final else self._final_step
@@ -166,7 +170,7 @@ class BlockQueue:
             self.dropped += sum(block.values for block in self._written if not block.is_synced)
         else:
             self._blocks.extendleft(reversed(self._written))
-            self.nbytes += sum(map(_size, self._written))
+            self.nbytes += sum(block.size for block in self._written)
         self.done -= len(self._written)
         self._written, self.unsynced = [], 0
 
@@ -199,7 +203,7 @@ class BlockQueue:
         self.last_step = next((block.step for block in reversed(written) if not block.is_picture), self.last_step)
         self._written = written
         self._blocks.extendleft(reversed(again))
-        self.nbytes += sum(map(_size, again))
+        self.nbytes += sum(block.size for block in again)
         self.done -= len(again)
 
     def abandon(self) -> int:
@@ -210,10 +214,6 @@ class BlockQueue:
         self.nbytes = 0
         self.dropped += values
         return values
-
-
-def _size(block: QueuedBlock) -> int:
-    return len(block.data) + _OVERHEAD
 
 
 _SMALL_BATCH, _BATCH = 2**10, 2**20  # bytes

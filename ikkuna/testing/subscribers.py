@@ -309,7 +309,7 @@ def _feed(bus: MessageBus, stamp: Stamp, tensor: Tensor) -> Tensor:
     seen |= {Site(kind): value for kind, value in {"input_data": tensor, **together}.items()}
     recorder = Recorder(bus.error_guard)
     bus.queue.append(Event(NetworkMessage(stamp, "batch_started")))
-    recorder.open(stamp, Demand().plan(bus.registered, stamp))
+    recorder.open(stamp, Demand(bus).of(stamp))
     for _ in range(2):
         for place, value in seen.items():
             recorder.receive(place, value, "")

@@ -362,7 +362,7 @@ def test_a_step_that_no_rule_samples_reads_no_parameter(bus):
     """The result ``weight_state_step_mean`` is no state of an optimizer, although its name begins like one."""
     exporter, _ = exporter_with(bus, small_model(), "default", every=10)
     with exporter:
-        sampled, other = (Demand().plan(bus.registered, Stamp(step, step, 1)) for step in (10, 11))
+        sampled, other = (Demand(bus).of(Stamp(step, step, 1)) for step in (10, 11))
     assert sampled.parameters
     assert sampled.states
     assert not other.parameters

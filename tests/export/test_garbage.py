@@ -70,13 +70,13 @@ def rounds_in_delivery(sites: int, backend: str, directory: Path) -> int:
             bus.register_subscriber(make(kind, backend=backend))
     bus.register_subscriber(RatioSubscriber(["weight_updates", "weights"], backend=backend))
     bus.register_subscriber(NormSubscriber("weights_norm2", 1, backend=backend))
-    recorder, demand = Recorder(bus.error_guard), Demand()
+    recorder, demand = Recorder(bus.error_guard), Demand(bus)
     places = [Site(kind, f"layer{i}") for kind in KINDS for i in range(sites)]
     seen: list[str] = []
     before = gc.get_threshold()
     for step in range(STEPS):
         stamp = Stamp(step, step, 0)
-        recorder.open(stamp, demand.plan(bus.registered, stamp))
+        recorder.open(stamp, demand.of(stamp))
         for site in places:
             recorder.receive(site, torch.ones(2), "")
         finished = Finished(recorder.close(), None)

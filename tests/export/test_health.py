@@ -11,7 +11,7 @@ from ikkuna.errors import ConfigTypeError, PluginError
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
-from ikkuna.observation.steps.counters import Stopwatch
+from ikkuna.observation.hooks.hook import Stopwatch
 from ikkuna.testing import RecordingBackend
 from tests.zoo import CASES, Loop
 

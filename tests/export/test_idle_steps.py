@@ -117,7 +117,9 @@ def repeat_backward(model, x):
 def log_value(exporter, model, x, optimizers, number, seen):
     exporter.log("value", number)
     tracker = exporter._session.context.tracker
-    seen.append((str(tracker.pass_stamp("training")), tracker.state, tracker.latest is None, len(tracker.calls.of(0))))
+    seen.append(
+        (str(tracker.pass_stamp("training")), tracker.state, tracker.latest is None, len(tracker.calls[0].running))
+    )
 
 
 # exporter, model, input, optimizers, number, what was seen

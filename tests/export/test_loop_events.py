@@ -13,8 +13,10 @@ from torch import nn
 import ikkuna
 from ikkuna.errors import ConfigError
 from ikkuna.metrics.messages.stamp import Stamp
-from ikkuna.observation.steps import counters as module
-from ikkuna.observation.steps.counters import LoopEvents, StepCounters, Stopwatch
+from ikkuna.observation.hooks import hook as module
+from ikkuna.observation.hooks.hook import Stopwatch
+from ikkuna.observation.steps.forwards import LoopEvents
+from ikkuna.observation.steps.step_tracker import StepCounters
 
 
 def events_of(loop):

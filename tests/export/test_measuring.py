@@ -17,7 +17,7 @@ from ikkuna.numerics.statistics.float_code import WORTH_SAMPLING
 from ikkuna.numerics.statistics.host import measure
 from ikkuna.numerics.statistics.table import COLUMN
 from ikkuna.observation.rows import recorder as recorder_module
-from ikkuna.observation.rows.plan import Demand, Site
+from ikkuna.observation.rows.plan import NOTHING, Plan, Site
 from ikkuna.observation.rows.recorder import Recorder
 from tests.export.test_rows import ACTIVATIONS, LOSS, STAMP, WEIGHTS, Case, Collecting, Summing
 
@@ -100,7 +100,7 @@ def test_a_site_is_wanted_while_a_step_that_measures_its_kind_is_open(case, site
         case.recorder.measure_each([((site, "p"), X)])
         case.recorder.drop_part(0)
         assert (case.recorder.host_lists(), case.recorder.close()) == (None, None)
-        case.recorder.open(STAMP, Demand().plan((), STAMP))
+        case.recorder.open(STAMP, NOTHING)
     assert not case.recorder.unreadable
 
 
@@ -125,8 +125,7 @@ def test_a_carried_part_keeps_the_plan_whether_anything_was_measured_or_not(case
     assert case.recorder.wants(WEIGHTS) is bool(carried)
     assert rows.measured_rows() == []
     assert means(case, (2,)) == {("weights", "fc", ""): (1, 4.0)} if carried else case.recorder.rows is None
-    empty = Demand().plan((), STAMP)
-    case.recorder.open(STAMP, empty)
+    case.recorder.open(STAMP, empty := Plan(()))
     assert case.recorder.close((), carried) is None
     assert (case.recorder.plan is empty) is bool(carried)
 

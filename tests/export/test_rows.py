@@ -71,7 +71,7 @@ class Case:
         self.open()
 
     def open(self) -> None:
-        self.recorder.open(STAMP, Demand().plan(self.bus.registered, STAMP))
+        self.recorder.open(STAMP, Demand(self.bus).of(STAMP))
 
     def see(self, values: list[float] | float, part: int = 0, site: Site = ACTIVATIONS, **options: object) -> None:
         self.recorder.receive(site, torch.tensor(values), "", part=part, **options)

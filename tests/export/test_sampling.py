@@ -188,12 +188,13 @@ def test_a_plan_has_the_subscribers_that_sample_its_step():
         NormSubscriber("weights", schedule=lambda step: step % 5 == 2),
     ]
     asked[1].subscription = asked[1].subscription.thinned(20, 4)
-    registered, demand = tuple(map(Registered, asked)), Demand()
+    registered, demand = tuple(map(Registered, asked)), Demand(bus := MessageBus())
+    bus.registered = registered
     for step in range(60):
         registered[0].disabled = 40 <= step < 50
         for stamp in (Stamp(step, step, 0), Stamp(step, step, 0, "testing")):
             expected = tuple(each for each in registered if each.samples(stamp))
-            assert demand.plan(registered, stamp).subscriptions == expected
+            assert demand.of(stamp).subscriptions == expected
 
 
 def test_watch_replaces_the_steps_of_its_metrics(tmp_path):

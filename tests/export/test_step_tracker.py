@@ -100,7 +100,7 @@ class Script:
         self.depth = None
         self.computed = self.computed or mode != "nograd"
         self.apply(tracker.forward_begins(0, mode != "eval", mode != "nograd", depth=depth, running=self.running))
-        self.note(name, tracker.calls.of(0)[0])
+        self.note(name, tracker.calls[0].running[0])
         if ends:
             tracker.forward_ends(0)
 
@@ -312,10 +312,10 @@ def test_a_call_with_meaningless_inputs_never_counts(in_pass):
     if in_pass:
         tracker.pass_begins("testing")
     assert tracker.forward_begins(1, is_dry=True) == ()
-    assert tracker.calls.of(1) == [None]
+    assert tracker.calls[1].running == [None]
     assert tracker.forward_begins(1) == ()  # a root inside
     assert tracker.forward_ends(1) is tracker.forward_ends(1) is None
-    assert tracker.calls.last(1) is None
+    assert tracker.calls[1].last is None
     assert tracker.state is State.IDLE
 
 
@@ -337,10 +337,10 @@ def test_the_first_step_of_an_epoch_announces_it():
 def test_threads_do_not_share_a_call_stack():
     tracker = StepTracker()
     tracker.forward_begins(1)
-    (outer,) = tracker.calls.of(1)
+    (outer,) = tracker.calls[1].running
     assert tracker.forward_begins(2, gradients=False) == ()
-    assert tracker.calls.of(2) == [None]
-    assert tracker.calls.of(1) == [outer]
+    assert tracker.calls[2].running == [None]
+    assert tracker.calls[1].running == [outer]
     assert tracker.forward_ends(2) is None
     assert tracker.forward_ends(1) is outer
     tracker.backward_reached(outer)
@@ -358,7 +358,7 @@ def test_compiled_forwards_are_reached_from_the_last_to_the_first():
     assert latest is script.tracker.latest
     script.tracker.backward_reached(latest)
     assert script.tracker.latest_compiled is not latest
-    assert not script.tracker.calls.of(0)
+    assert not script.tracker.calls[0].running
 
 
 def test_gradients_that_autograd_grad_returned_are_dropped_by_a_backward_alone():

@@ -14,7 +14,7 @@ from torch import nn
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import CallbackSubscriber, SpeedSubscriber
-from ikkuna.observation.steps.counters import Stopwatch
+from ikkuna.observation.hooks.hook import Stopwatch
 from ikkuna.testing import RecordingBackend
 from tests.metrics.running import curves
 

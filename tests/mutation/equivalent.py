@@ -156,14 +156,8 @@ EQUIVALENT = {
             ("1 -> 2", f"np.array(self._{name}, np.int64).reshape(-|1, {size}),", "any negative size is computed")
             for name, size in (("others", "OTHER_FIELDS"), ("starts", "START_FIELDS"))
         ),
-        "ikkuna/observation/steps/counters.py": (
+        "ikkuna/observation/steps/forwards.py": (
             ("False -> True", "self._is_apart = |False", "it is read behind a forward, which has set it"),
-            ("0.0 -> 1.0", "self._ended = |0.0", "it is read behind the end of a step, which has set it"),
-            (
-                "0.0 -> 1.0",
-                "self._spent_before = self._spent_until_end = |0.0",
-                "the difference of both is read, which is 0",
-            ),
         ),
         "ikkuna/store/writer.py": (
             (

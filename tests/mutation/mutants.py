@@ -18,7 +18,7 @@ LOGIC = (
     "ikkuna/numerics/statistics/record.py",
     "ikkuna/observation/rows/recorder.py",
     "ikkuna/observation/rows/rows.py",
-    "ikkuna/observation/steps/counters.py",
+    "ikkuna/observation/steps/forwards.py",
     "ikkuna/observation/steps/step_tracker.py",
     "ikkuna/report/difference.py",
     "ikkuna/store/append_file.py",

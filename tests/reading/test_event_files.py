@@ -17,9 +17,9 @@ from torch.utils.tensorboard import SummaryWriter as TorchWriter
 import ikkuna
 from ikkuna.reading import StoredRun
 from ikkuna.store import event_reader
-from ikkuna.store.event_format import float32, scalar_prefix, step_record
+from ikkuna.store.event_format import float32, scalar_prefix
 from ikkuna.store.event_reader import EventFile, MalformedError
-from ikkuna.store.event_records import record
+from ikkuna.store.event_records import record, step_record
 from ikkuna.testing import small_model
 
 EVERY = {"size_guidance": {"scalars": 0, "histograms": 0}}

@@ -50,8 +50,7 @@ class Decimator(Generic[T]):
     def add(self, item: T) -> None:
         """Add an item: merge it into the last entry, or begin the next one."""
         if self._room:
-            if self._merge is not keep_first:  # a call less
-                self._entries[-1] = self._merge(self._entries[-1], item)
+            self._entries[-1] = self._merge(self._entries[-1], item)
             self._room -= 1
             return
         if len(self._entries) == self._capacity:

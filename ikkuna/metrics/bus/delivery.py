@@ -19,8 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ikkuna.backends.guarded_backend import AddedValues
-from ikkuna.backends.run import Run
+from ikkuna.backends.run import AddedValues, Run
 from ikkuna.metrics.bus.error_guard import ErrorGuard
 from ikkuna.metrics.messages.batch import MeasuredStep, MessageBatch
 from ikkuna.metrics.messages.kinds import EVENT_KINDS
@@ -209,11 +208,7 @@ class Delivery:
                 self.pass_on(registered, early[registered])
                 continue
             is_sampled = None if batch.stamp is not stamp else registered in sampled
-            if is_sampled and registered.subscription.modules is None and not registered.disabled:
-                selected: MessageBatch | None = batch  # a call less
-            else:
-                selected = registered.select(batch, is_sampled)
-            if selected is not None:
+            if (selected := registered.select(batch, is_sampled)) is not None:
                 self.expected.setdefault(registered, []).append(selected)
 
     def deliver(

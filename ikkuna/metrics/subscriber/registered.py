@@ -150,10 +150,6 @@ class Registered:
         needed = self.subscriber.needs_steps if self.takes_losses else None
         return (needed or self.subscription).steps_until_candidate(step)
 
-    def is_sampled_as_registered(self, step: int) -> bool:
-        """Return whether the user, and unusual losses, have not changed which subscribers of the bus sample a training step."""
-        return not (self._sampling.is_changed or step in self._sampling.extra)
-
     def samples(self, stamp: Stamp) -> bool:
         """Return whether data of this step is sampled."""
         if self.disabled:

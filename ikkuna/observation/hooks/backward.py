@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,10 +69,14 @@ class BackwardHooks:
         self.has_accumulated = False
         self.ended: list[Callable[[], None]] = []
         self.running: dict[int, _Running] = {}
+        self._reached, self._ended = (
+            Hook(self, BackwardHooks.output_reached),
+            _EndHook(self, BackwardHooks.backward_ended),
+        )
 
     def arm(self, outputs: Leaves, forward: Forward) -> None:
         """Register hooks on the outputs of a forward that report a backward."""
-        hook = Hook(self, BackwardHooks.output_reached, forward)
+        hook = partial(self._reached, forward)
         if self._loss.is_looking:
             self._loss.outputs_armed(outputs)
         for _, tensor in outputs[:_MOST_OUTPUTS]:
@@ -122,11 +127,8 @@ class BackwardHooks:
         before = parameters.gradient_state() if kind is Backward.CHECKPOINTED else None
         running = self.running[task] = _Running(kind, before)
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self._call_at_end(task, is_distributed)
+        Variable._execution_engine.queue_callback(partial(self._ended, task, is_distributed))
         return running
-
-    def _call_at_end(self, task: int, again: bool) -> None:
-        Variable._execution_engine.queue_callback(_EndHook(self, BackwardHooks.backward_ended, task, again))
 
     def report_cleared(self) -> None:
         """Report gradients that were cleared since the last backward; during another pass the open step waits."""
@@ -149,7 +151,7 @@ class BackwardHooks:
         """
         context = self.context
         if again:
-            self._call_at_end(task, False)
+            Variable._execution_engine.queue_callback(partial(self._ended, task, False))
             return
         running = self.running.pop(task, None)
         if running is None:

@@ -29,15 +29,14 @@ from ikkuna.numerics.statistics.native.hook_functions import GRADIENTS as FOR_GR
 from ikkuna.numerics.statistics.native.hook_functions import MICRO_GRADIENTS, Function, Permits, hook_functions
 from ikkuna.numerics.statistics.native.hook_functions import OUTPUTS as FOR_OUTPUTS
 from ikkuna.numerics.statistics.native.kernels import NOTHING
-from ikkuna.observation.hooks.hook import MAY_CAPTURE, Hook, in_backward
+from ikkuna.observation.hooks.hook import MAY_CAPTURE, Hook, Stopwatch, in_backward
 from ikkuna.observation.model.parameters import TrackedParameters
 from ikkuna.observation.model.watched_model import WatchedModel
 from ikkuna.observation.rows.plan import NOTHING as NOTHING_PLANNED
 from ikkuna.observation.rows.plan import Site, WantedRows
 from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.observation.rows.rows import StepObserver
-from ikkuna.observation.steps.counters import LoopEvents, Stopwatch
-from ikkuna.observation.steps.forwards import MICRO_PART, Decision, Forward
+from ikkuna.observation.steps.forwards import MICRO_PART, Decision, Forward, LoopEvents
 from ikkuna.observation.steps.step_tracker import StepTracker
 from ikkuna.store.finding import Finding
 from ikkuna.support.failures import log

@@ -85,7 +85,7 @@ class ForwardHooks:
         if self.root_begins_call is not None:
             self.root_begins_call(False)
         # the count includes this call
-        calls, stages = tracker.calls.of(thread), context.model.stages
+        calls, stages = tracker.calls[thread].running, context.model.stages
         depth = count_running_calls(context.model.callable) - 1 if calls else None
         is_dry = bool(stages) and id(module) in stages and in_dry_run()
         if is_dry:
@@ -136,7 +136,7 @@ class ForwardHooks:
     ) -> None:
         """Report the beginning of a forward; a compiled graph in evaluation mode measures nothing, so it never counts."""
         context = self.context
-        tracker, step = context.tracker, context.tracker.counters.global_step
+        tracker, step = context.tracker, context.tracker.counters.next.global_step
         counted = gradients and (training or not is_compiled)
         if is_outermost:
             has_gradients = context.parameters.noted is not None or self._backward.running
@@ -205,7 +205,7 @@ class ForwardHooks:
     def root_ends(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Handle the end of a root's call; `output` is ``None`` if the call has raised."""
         context, thread = self.context, get_ident()
-        if not (calls := context.tracker.calls.of(thread)):
+        if not (calls := context.tracker.calls[thread].running):
             return
         if graph_task() != -1 and not in_reentrant_checkpoint():
             return
@@ -234,7 +234,7 @@ class ForwardHooks:
         """Record what one call of a module receives and returns, and register hooks for the gradients of its outputs."""
         context = self.context
         tracker, thread = context.tracker, get_ident()
-        if calls := tracker.calls.of(thread):
+        if calls := tracker.calls[thread].running:
             forward, is_recomputed = calls[0], False
         elif graph_task() != -1:
             forward, is_recomputed = tracker.latest, True
@@ -256,7 +256,7 @@ class ForwardHooks:
         context = self.context
         tracker, gradients = context.tracker, torch.is_grad_enabled()
         if context.model.is_compiled:
-            return tracker.calls.last(thread)
+            return tracker.calls[thread].last
         if tracker.is_rootless and tracker.counts(training, gradients):
             self._backward.report_cleared()
         running = self._running() if tracker.state is State.STEPPING else ()

@@ -1,6 +1,7 @@
-"""The base class of ikkuna's hooks, which copies and pickles of modules leave out."""
+"""The base class of ikkuna's hooks, which copies and pickles of modules leave out, and the stopwatch of their time."""
 
 import copyreg
+import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
@@ -45,6 +46,110 @@ def is_traced() -> bool:
 
 def _do_nothing(*args: object) -> None:
     """Stand for the function of a hook without an owner."""
+
+
+class _Local(threading.local):
+    depth = 0
+    since = 0.0
+
+
+class Stopwatch:
+    """Adds up the time between `start` and `stop` on each thread; nested pairs are counted once.
+
+    Parameters
+    ----------
+    others : callable, optional
+        Returns the seconds that were measured elsewhere, outside of such pairs.
+
+    Attributes
+    ----------
+    spent : float
+        Seconds between `start` and `stop`, on all threads together.
+    local : object
+        The number of open pairs on this thread, and when the outermost of them began.
+
+    Examples
+    --------
+    >>> watch = Stopwatch()
+    >>> watch.start(), watch.start(), watch.stop(), watch.stop()
+    (None, None, None, None)
+    >>> 0 < watch.spent < 1, watch.overhead()
+    (True, 0.0)
+    """
+
+    __slots__ = ("_began", "_ended", "_lap", "_others", "_spent_before", "_spent_until_end", "local", "spent")
+
+    def __init__(self, others: Callable[[], float] = float) -> None:
+        self.spent = 0.0
+        self._others = others
+        self.local = _Local()
+        self._began: float | None = None
+        self._ended = 0.0
+        self._spent_before = self._spent_until_end = 0.0
+        self._lap: tuple[float, float] | None = None
+
+    def start(self) -> None:
+        """Start to count."""
+        local = self.local
+        local.depth += 1
+        if local.depth == 1:
+            local.since = time.perf_counter()
+
+    def stop(self) -> None:
+        """Stop to count."""
+        local = self.local
+        local.depth -= 1
+        if local.depth == 0:
+            self.spent += time.perf_counter() - local.since
+
+    def restart(self) -> None:
+        """Start to count at an outermost `start` of this thread, after exceptions have left starts without their stops."""
+        self.local.depth, self.local.since = 1, time.perf_counter()
+
+    def lap(self) -> tuple[float, float] | None:
+        """Return the seconds since the last call and how many of them ikkuna took; ``None`` for the first call."""
+        now = time.perf_counter()
+        spent = self._spent_until(now)
+        before, self._lap = self._lap, (now, spent)
+        return None if before is None else (now - before[0], spent - before[1])
+
+    def step_ended(self) -> None:
+        """Mark the end of a step; the first one is left out, because it creates what the others reuse."""
+        self._ended = time.perf_counter()
+        self._spent_until_end = self._spent_until(self._ended)
+        if self._began is None:
+            self._began, self._spent_before = self._ended, self._spent_until_end
+
+    def steps_passed(self, ended: float, spent: float) -> None:
+        """Mark the end of the last of several steps, in seconds of the clock and of `spent`."""
+        spent += self._others()
+        self._lap = ended, spent
+        self._ended, self._spent_until_end = ended, spent
+
+    def _spent_until(self, now: float) -> float:
+        """Return the seconds that were spent, including the pair that is open on this thread."""
+        return self.spent + self._others() + (now - self.local.since if self.local.depth else 0.0)
+
+    def overhead(self, beside: float = 0.0) -> float:
+        """Return the time that ikkuna took as a share of the remaining time, from the second step on; 0 before.
+
+        It can be larger than the slowdown, because a training step and another thread may run at the same time.
+
+        Parameters
+        ----------
+        beside : float
+            Seconds that other threads of ikkuna have kept the interpreter busy.
+        """
+        if self._began is None:
+            return 0.0
+        own = self._spent_until_end - self._spent_before + beside
+        others = self._ended - self._began - own
+        return own / others if others > 0 else 0.0
+
+    @property
+    def spent_later(self) -> float:
+        """Seconds that ikkuna took from the second step on."""
+        return self._spent_until_end - self._spent_before
 
 
 class Hook:

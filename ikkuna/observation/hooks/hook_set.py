@@ -125,7 +125,7 @@ class CompiledHooks:
                 context.native.close()
                 if (not context.is_off or context.resumes(running=1)) and not in_backward():
                     self._modules.settle(True)
-                    is_outermost = not context.tracker.calls.of(thread := get_ident())
+                    is_outermost = not context.tracker.calls[thread := get_ident()].running
                     self._forward.forward_begins(thread, training, gradients, is_outermost, is_compiled=True)
             finally:
                 context.stopwatch.stop()
@@ -156,7 +156,7 @@ class CompiledHooks:
             self._record_gradient(site, tensor, path, role)
         elif not in_backward():
             thread = get_ident()
-            calls = self.context.tracker.calls.of(thread)
+            calls = self.context.tracker.calls[thread].running
             forward = calls[0] if calls else self._forward.part_called(thread, True)
             if forward is not None and self.context.recorder.rows is not None:
                 self.context.recorder.receive(site, tensor, path, part=forward.part)

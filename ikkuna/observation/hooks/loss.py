@@ -270,7 +270,7 @@ class LossHooks:
             return
         if self.has_loss and context.recorder.rows is None and context.observer is None:
             return
-        if (forward := context.tracker.calls.last(get_ident())) is None:
+        if (forward := context.tracker.calls[get_ident()].last) is None:
             return
         self._was_called = self.has_loss = True
         self._losses.append(weakref.ref(output))

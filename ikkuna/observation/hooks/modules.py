@@ -88,6 +88,8 @@ class ModuleHooks:
     ----------
     switch : GraphSwitch, optional
         ``None`` if compiled models are not measured in their graphs.
+    compiled : CompiledModules
+        Recognises modules that were compiled.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class ModuleHooks:
         self._is_settled = not in_graph
         self._has_warned_of_script = False
         self._stance = CompilerStance()
-        self._compiled_modules = CompiledModules()
+        self.compiled = CompiledModules()
         self._traced: set[str] = set()
         self.sampled_for: Plan | None = None
         self.installed_for: Plan | None = None
@@ -144,20 +146,13 @@ class ModuleHooks:
         )
         self.set_sampled(next_step)
         observed = (*model.callable, *(named.module for named in model.modules))
-        model.is_compiled = model.is_compiled or self._compiled_modules.includes(observed)
+        model.is_compiled = model.is_compiled or self.compiled.includes(observed)
         if not model.is_compiled:
-            self._compiled_modules.drop_programs_of_others(observed)
+            self.compiled.drop_programs_of_others(observed)
         if self._is_settled and not model.is_compiled:
             return False
         self._wishes = wishes.subscriptions
         return self.install(wishes) and model.is_compiled
-
-    def is_found_compiled(self) -> bool:
-        """Whether a root proves to be compiled that was not known to be."""
-        model = self._context.model
-        if self.switch is None or model.is_compiled:
-            return False
-        return self._compiled_modules.includes(model.roots.callable)
 
     def set_sampled(self, plan: Plan) -> None:
         """Prepare compiled models, and the calls of ``observe``, for the next step."""

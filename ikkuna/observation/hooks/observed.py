@@ -72,7 +72,7 @@ class ObservedHooks:
             raise TypeError(
                 f"observe() needs a name and a tensor, got {type(name).__name__} and {type(tensor).__name__}"
             )
-        if calls := context.tracker.calls.of(thread):
+        if calls := context.tracker.calls[thread].running:
             forward = calls[0]
         elif in_backward():
             return

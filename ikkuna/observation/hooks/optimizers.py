@@ -204,7 +204,7 @@ class OptimizerHooks:
         if "batch_finished" in context.recorder.plan.kinds or context.observer is not None:
             self._add_groups(optimizer)
             self.has_closure = self.has_closure or closure
-        owners = parameters.known_owners()
+        owners = parameters.owners()
         unowned = owners.unowned
         if not closure and (unowned or self.untrained.settled is not parameters.all):
             self.untrained.note_gradients(parameters.all, unowned)
@@ -265,7 +265,7 @@ class OptimizerHooks:
         parameters = self.context.parameters
         if self._by_hand is False:
             return
-        if not (self._by_hand or not parameters.known_owners().numbers):
+        if not (self._by_hand or not parameters.owners().numbers):
             return
         if not any(nn.parameter.is_lazy(named.parameter) for named in parameters.all):
             self.table.weights(parameters.all, parameters.all)

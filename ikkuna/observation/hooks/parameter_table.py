@@ -276,10 +276,6 @@ class ParameterTable:
         Number of updates that were not recorded because the weights were freed, or there was no memory for a copy.
     memory : CopyMemory
         The memory for copies of weights of the host.
-    copied : list of ParameterList
-        The lists with copies of weights before the step.
-    before : dict
-        Copies outside of lists, by the id of the parameter.
     """
 
     def __init__(self, context: HookContext) -> None:
@@ -288,8 +284,8 @@ class ParameterTable:
         self.skipped_updates = 0
         self.memory = CopyMemory()
         self._unused_steps = 0
-        self.before: dict[int, Tensor] = {}
-        self.copied: list[ParameterList] = []
+        self._copied: list[ParameterList] = []  # the lists with copies of weights before the step
+        self._before: dict[int, Tensor] = {}  # copies outside of lists, by the id of the parameter
         self._recorded: dict[str, set[int]] = {}
         self._everything: object = None
         self._of_plan: weakref.WeakKeyDictionary[Plan, _OfPlan] = weakref.WeakKeyDictionary()
@@ -305,11 +301,11 @@ class ParameterTable:
             self.memory.release()
 
     def _forget(self) -> None:
-        self.before = {}
+        self._before = {}
         self._recorded.clear()
-        for copied in self.copied:
+        for copied in self._copied:
             copied.drop()
-        self.copied.clear()
+        self._copied.clear()
         self.is_used = False  # at last, because an exception such as `KeyboardInterrupt` may come before
 
     # -- weights and updates --------------------------------------------------------------------------------------
@@ -332,7 +328,7 @@ class ParameterTable:
         host, copied = self.context.recorder.host_lists(), self._recorded.setdefault(_UPDATES[0], set())
         listed = self._list(_WEIGHTS, parameters, _without(changing, copied))
         if host is not None and not shared:
-            self.copied.append(listed)  # at first, because an exception such as `KeyboardInterrupt` may come after
+            self._copied.append(listed)  # at first, because an exception such as `KeyboardInterrupt` may come after
             listed.take(self.memory)
         left = listed.measure(host, listed.parameters)
         copied |= listed.updated
@@ -345,11 +341,11 @@ class ParameterTable:
 
     def updates(self, parameters: Iterable[NamedParameter]) -> None:
         """Record the updates of parameters whose weights were copied."""
-        if self.copied and (host := self.context.recorder.host_lists()) is not None:
-            for copied in self.copied:
+        if self._copied and (host := self.context.recorder.host_lists()) is not None:
+            for copied in self._copied:
                 self.skipped_updates += copied.measure_updates(host)
-            self.copied.clear()
-        if self.before:
+            self._copied.clear()
+        if self._before:
             self.context.recorder.receive_all(self._changes(parameters))
 
     def _copies(self, parameters: Iterable[NamedParameter]) -> dict[int, tuple[Tensor, Tensor]]:
@@ -362,7 +358,7 @@ class ParameterTable:
             if (copy := _clone_or_memory(weights)) is None:
                 self.skipped_updates += 1
                 continue
-            self.before[id(named.parameter)] = copy
+            self._before[id(named.parameter)] = copy
             if not weights.is_cpu:
                 copies[id(named.parameter)] = weights, copy
         return copies
@@ -372,7 +368,7 @@ class ParameterTable:
         wanted = self._wanted(_UPDATES)
         for named in parameters:
             key = id(named.parameter)
-            if (before := self.before.pop(key, None)) is None or key not in wanted:
+            if (before := self._before.pop(key, None)) is None or key not in wanted:
                 continue
             site, path = wanted[key]
             if is_distributed(named.parameter) and has_numbers(after := local_tensor(named.parameter.detach())):
@@ -391,9 +387,7 @@ class ParameterTable:
 
     def unowned_gradients(self) -> None:
         """Record the gradients of parameters that no optimizer has, which no gradient scaler has unscaled."""
-        self._record_gradients(
-            _GRADIENTS, self.context.parameters.known_owners().unowned, self.context.loss_scale.factor
-        )
+        self._record_gradients(_GRADIENTS, self.context.parameters.owners().unowned, self.context.loss_scale.factor)
 
     def unclipped_gradients(self) -> None:
         """Record gradients at the end of a backward, in place of those that an earlier backward of the step has left.

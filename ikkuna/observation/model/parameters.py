@@ -212,18 +212,14 @@ class TrackedParameters:
             known = self._observed[optimizer] = owned, [n for n in self.all if id(n.parameter) in owned]
         return known[1]
 
-    def owners(self, stepped: Optimizer) -> "_Owners":
+    def owners(self, stepped: Optimizer | None = None) -> "_Owners":
         """Return the living optimizers that own parameters of the model; `stepped` has just stepped.
 
         Several optimizer objects with the same parameter groups are one: wrappers of an optimizer share its groups.
         """
-        if (number := self._numbers[stepped]) not in self._has_stepped:
+        if stepped is not None and (number := self._numbers[stepped]) not in self._has_stepped:
             self._has_stepped.add(number)
             self._owners = None
-        return self.known_owners()
-
-    def known_owners(self) -> "_Owners":
-        """Return the living optimizers that own parameters of the model."""
         if not self._has_searched:
             classes = _subclasses(Optimizer)
             for found in gc.get_referrers(*classes):  # an object refers to its class
@@ -236,7 +232,7 @@ class TrackedParameters:
 
     def optimizers(self) -> list[Optimizer]:
         """Return the living optimizers that own parameters of the model, in the order in which they were found."""
-        owners = self.known_owners().numbers
+        owners = self.owners().numbers
         return [
             optimizer
             for optimizer, number in sorted(self._numbers.items(), key=lambda item: item[1])
@@ -246,7 +242,7 @@ class TrackedParameters:
     def optimizers_of_others(self) -> list[Optimizer]:
         """Return the living optimizers that own no parameter of the model, in the order in which they were found."""
         self._has_searched = False
-        owners = self.known_owners().numbers
+        owners = self.owners().numbers
         found = sorted(self._numbers.items(), key=lambda item: item[1])
         return [optimizer for optimizer, number in found if number not in owners and not self.owned_ids(optimizer)]
 

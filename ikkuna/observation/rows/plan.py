@@ -1,11 +1,11 @@
 """Which tensors are measured at a step, how, and in which row; and the rows that each subscriber takes."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from threading import RLock
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,6 +25,7 @@ from ikkuna.metrics.messages.kinds import (
 from ikkuna.metrics.messages.message import Message, ModuleMessage, NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.metrics.subscriber.registered import Registered
+from ikkuna.metrics.subscriber.subscription import Sampling
 from ikkuna.numerics.statistics import EXACT_COUNTS, HISTOGRAMS, needed_fields
 from ikkuna.numerics.statistics.native.kernels import NOTHING as NOT_MEASURED
 from ikkuna.numerics.statistics.native.kernels import PYTHON, flags_of
@@ -253,10 +254,28 @@ _DISABLED = attrgetter("disabled")
 _MOST_KEPT = 64
 
 
-class Demand:
-    """Caches the plan of each set of subscribers that sample a step together, and of what they measure."""
+class _Bus(Protocol):
+    """The bus of the subscribers."""
 
-    def __init__(self) -> None:
+    registered: tuple[Registered, ...]
+    sampling: Sampling
+
+
+class Demand:
+    """Caches the plan of each set of subscribers that sample a step together, and of what they measure.
+
+    Parameters
+    ----------
+    bus : MessageBus
+        The bus of the subscribers.
+    """
+
+    def __init__(self, bus: _Bus) -> None:
+        self._bus = bus
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all plans, because what is sampled has changed."""
         self._plans: dict[tuple[tuple[int, ...], frozenset[Registered]], Plan] = {}
         self._known: tuple[Registered, ...] = ()
         self._results: frozenset[str] = frozenset()
@@ -274,9 +293,9 @@ class Demand:
             return 0
         return min((s.steps_until_more(step) for s in self._known if not s.disabled), default=math.inf)
 
-    def plan(self, subscriptions: Iterable[Registered], stamp: Stamp) -> Plan:
-        """Return the plan of the step `stamp`."""
-        subscriptions = tuple(subscriptions)
+    def of(self, stamp: Stamp) -> Plan:
+        """Return the plan of a step or of another pass."""
+        subscriptions = self._bus.registered
         if subscriptions is not self._known and subscriptions != self._known:
             self._known, self._plans, self._last = subscriptions, {}, None
             self._results = frozenset(kind for s in subscriptions for kind in s.subscriber.publishes)
@@ -298,14 +317,15 @@ class Demand:
             and self._distance
             and all(map(self._distance.__rmod__, steps))
         )
-        is_usual = not subscriptions or subscriptions[0].is_sampled_as_registered(stamp.global_step)
+        sampling = self._bus.sampling  # the user, and unusual losses, may have changed what is sampled
+        is_usual = not (sampling.is_changed or stamp.global_step in sampling.extra)
         is_regular = is_usual and stamp.pass_name == TRAINING and not stamp.completes
-        sampling = () if is_between and is_usual else self._sampling_of(stamp, is_regular)
-        varying = self._varying and [s for s in sampling if s.varies and s.subscriber.measures]
+        chosen = () if is_between and is_usual else self._sampling_of(stamp, is_regular)
+        varying = self._varying and [s for s in chosen if s.varies and s.subscriber.measures]
         measuring = frozenset(varying or ())
-        key = tuple(map(id, sampling)), measuring
+        key = tuple(map(id, chosen)), measuring
         if (plan := self._plans.get(key)) is None:
-            plan = self._plans[key] = Plan(sampling, self._results, measuring)
+            plan = self._plans[key] = Plan(chosen, self._results, measuring)
         self._last = stamp, plan
         return plan
 

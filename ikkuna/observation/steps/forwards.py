@@ -1,6 +1,6 @@
-"""Forwards, running calls and optimizers of the open step, and the decisions about them."""
+"""Forwards, running calls and optimizers of the open step, the decisions about them, and the evaluations of the loop."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import IntEnum
 from operator import attrgetter
@@ -248,89 +248,19 @@ class PendingForwards:
 
 
 @dataclass(slots=True)
-class _Thread:
-    """Calls that run on one thread.
+class ThreadCalls:
+    """Calls of roots on one thread.
 
     Parameters
     ----------
-    calls : list of Forward or None
-        The running calls of roots, the outermost first; ``None`` for a call that does not count.
+    running : list of Forward or None
+        The running calls, the outermost first; ``None`` for a call that does not count.
     last : Forward, optional
-        The last outermost call, if it counts.
+        The last outermost call, or that which runs, if it counts.
     """
 
-    calls: list[Forward | None] = field(default_factory=list)
+    running: list[Forward | None] = field(default_factory=list)
     last: Forward | None = None
-
-
-class RunningCalls:
-    """The running calls of roots, and the last outermost one, of each thread.
-
-    Examples
-    --------
-    >>> calls, forward = RunningCalls(), Forward(4)
-    >>> calls.begin(0, forward)
-    >>> calls.is_inside(0, depth=None), calls.end(0) is forward, calls.last(0) is forward
-    (True, True, True)
-    """
-
-    def __init__(self) -> None:
-        self._threads: dict[int, _Thread] = {}
-
-    def of(self, thread: int) -> Sequence[Forward | None]:
-        """Return the forward of each running call on a thread; ``None`` for a call that does not count."""
-        known = self._threads.get(thread) or self._threads.setdefault(thread, _Thread())
-        return known.calls
-
-    @property
-    def are_running(self) -> bool:
-        """Whether a call runs on any thread."""
-        return any(known.calls for known in self._threads.values())
-
-    def last(self, thread: int) -> Forward | None:
-        """Return the running forward of a thread or else its last one; ``None`` if it does not count."""
-        known = self._threads.get(thread)
-        return known.last if known is not None else None
-
-    def set_last(self, thread: int, forward: Forward | None) -> None:
-        """Set the forward that ran last on a thread, without a call that runs."""
-        self._threads.setdefault(thread, _Thread()).last = forward
-
-    def is_inside(self, thread: int, depth: int | None) -> bool:
-        """Whether a call runs on a thread.
-
-        Parameters
-        ----------
-        thread : int
-            Identifier of the thread.
-        depth : int, optional
-            Number of calls that really run, if it is known; others were interrupted, and are forgotten.
-        """
-        known = self._threads.get(thread)
-        if known is None:
-            return False
-        if depth is not None:
-            del known.calls[depth:]
-        return bool(known.calls)
-
-    def begin(self, thread: int, forward: Forward | None) -> None:
-        """Add an outermost call."""
-        known = self._threads.setdefault(thread, _Thread())
-        known.last = forward
-        known.calls.append(forward)
-
-    def begin_inner(self, thread: int) -> None:
-        """Add a call inside an outermost one, which has the same forward."""
-        calls = self._threads[thread].calls
-        calls.append(calls[0])
-
-    def end(self, thread: int) -> Forward | None:
-        """Remove the innermost call; return its forward if it was an outermost one that counts."""
-        known = self._threads.get(thread)
-        if known is None or not known.calls:
-            return None
-        forward = known.calls.pop()
-        return forward if not known.calls else None
 
 
 _REMEMBERED = 64
@@ -338,7 +268,7 @@ _REMEMBERED = 64
 
 
 @dataclass(slots=True)
-class _Running:
+class RunningStep:
     """The running step of an optimizer."""
 
     owned: frozenset[int]
@@ -358,19 +288,21 @@ class RunningOptimizers:
         The steps that count and are running, by optimizer, with the number of calls of that optimizer.
     stepped : set of int
         The optimizers that have stepped in the open step.
+    stepped_before : frozenset of int
+        Those that have stepped in the step before.
 
     Examples
     --------
     >>> optimizers = RunningOptimizers()
-    >>> optimizers.begin(1, frozenset({7}), has_closure=False)
+    >>> optimizers.running[1] = RunningStep(frozenset({7}))
     >>> optimizers.end(1), optimizers.stepped
     (True, {1})
     """
 
     def __init__(self) -> None:
-        self.running: dict[int, _Running] = {}
+        self.running: dict[int, RunningStep] = {}
         self.stepped: set[int] = set()
-        self._stepped_before: set[int] = set()
+        self.stepped_before: frozenset[int] = frozenset()
 
     @property
     def in_closure(self) -> bool:
@@ -384,10 +316,6 @@ class RunningOptimizers:
     def any_of(self, optimizers: Collection[int]) -> bool:
         """Whether one of these optimizers is stepping."""
         return not self.running.keys().isdisjoint(optimizers)
-
-    def begin(self, optimizer: int, owned: frozenset[int], has_closure: bool) -> None:
-        """Add the step of an optimizer."""
-        self.running[optimizer] = _Running(owned, has_closure=has_closure)
 
     def begin_inside(self, optimizer: int, owned: frozenset[int], around: Collection[int]) -> bool:
         """Return whether a step is part of a step that is running already, of the same optimizer or of one that owns as much.
@@ -433,21 +361,13 @@ class RunningOptimizers:
         """
         if self.running or len(self.stepped) < len(owners) or not self.stepped.issuperset(owners):
             return False
-        return covered or self.stepped == self._stepped_before
+        return covered or self.stepped == self.stepped_before
 
     def only(self, owners: Collection[int]) -> int | None:
         """Return the only owner, if it alone has stepped in the last step and nothing runs."""
-        if self.running or len(owners) != 1 or self._stepped_before != set(owners):
+        if self.running or len(owners) != 1 or self.stepped_before != set(owners):
             return None
         return next(iter(owners))
-
-    def step_closed(self) -> None:
-        """Keep which optimizers have stepped, for the next step."""
-        self._stepped_before = set(self.stepped)
-
-    def clear_running(self) -> None:
-        """Forget the steps that are running."""
-        self.running.clear()
 
 
 @dataclass(slots=True)
@@ -517,3 +437,124 @@ class OptimizerTurns:
         for each in self.incomplete:
             each.missing = (each.missing & owners) - set(stepped)
         self.incomplete = [i for i in self.incomplete if i.missing and step - i.stamp.global_step < _REMEMBERED]
+
+
+_FEWEST = 2
+_APART = 10
+
+
+class LoopEvents:
+    """Counts evaluation passes of the training loop by the mode of their forwards.
+
+    A pass is a sequence of at least 2 outermost forwards without gradients, with no training forward and no step between them.
+    It counts as an evaluation if the last forward without gradients before it is at least 10 steps ago: a loop that needs such
+    forwards for its steps makes them more often, as for a target network, a generator, a teacher, or a reentrant checkpoint.
+
+    Each method takes an event; the facts can be read at any time.  An event that was not seen changes nothing but the facts about it.
+
+    Attributes
+    ----------
+    in_training_mode : int
+        Number of evaluations in which every forward was in training mode.
+    in_evaluation_mode : int
+        Number of passes, also frequent ones and those of one forward, that had a forward in evaluation mode.
+    repeated : int
+        Number of those of them that had at least 2 forwards.
+    thrown_away : int
+        Number of gradients that were cleared before a step, in a row behind others of the same weights.
+    has_forwards : bool
+        Whether there was an outermost forward.
+
+    Examples
+    --------
+    >>> events = LoopEvents()
+    >>> for step in range(40):
+    ...     events.forward(step, training=True, gradients=True)
+    ...     if step % 20 == 19:
+    ...         for _ in range(3):
+    ...             events.forward(step + 1, training=True, gradients=False)
+    >>> events.forward(40, training=True, gradients=True)
+    >>> events.in_training_mode, events.in_evaluation_mode
+    (2, 0)
+    """
+
+    __slots__ = (
+        *("_forwards", "_is_apart", "_last", "_modes", "_thrown", "in_evaluation_mode", "in_training_mode"),
+        *("has_forwards", "repeated", "thrown_away"),
+    )
+
+    def __init__(self) -> None:
+        self.in_training_mode = self.in_evaluation_mode = self.repeated = 0
+        self._forwards = 0
+        self._modes: set[bool] = set()
+        self._last = 0  # the step of the last forward without gradients
+        self._is_apart = False
+        self.thrown_away = 0
+        self.has_forwards = False
+        self._thrown = (-1, 0)
+
+    def gradients_cleared(self, step: int, version: int) -> None:
+        """Handle gradients that were cleared before an optimizer has used them.
+
+        A search for a disturbance, as that of a sharpness-aware step, clears gradients once a step, and moves the weights.
+
+        Parameters
+        ----------
+        step : int
+            The number of the step that would have used them.
+        version : int
+            Changes with each change of the weights in place.
+
+        Examples
+        --------
+        >>> events = LoopEvents()
+        >>> for step, version in ((3, 7), (3, 7), (3, 7), (4, 8), (5, 9), (5, 10)):
+        ...     events.gradients_cleared(step, version)
+        >>> events.thrown_away
+        2
+        """
+        self.thrown_away += self._thrown == (step, version)
+        self._thrown = step, version
+
+    def forward(self, step: int, training: bool, gradients: bool) -> None:
+        """Handle the beginning of an outermost forward.
+
+        Parameters
+        ----------
+        step : int
+            The number of the open step, or of the next one.
+        training, gradients : bool
+            Whether the model is in training mode, and whether gradients are enabled.
+        """
+        self.has_forwards = True
+        if gradients:
+            if self._forwards:
+                self._end()
+            return
+        if self._forwards and step > self._last:
+            self._end()
+        if not self._forwards:
+            self._is_apart = step >= self._last + _APART
+        self._forwards += 1
+        self._modes.add(training)
+        self._last = step
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the last forward was of an evaluation, and the one before it is at least 10 steps ago."""
+        return self._is_apart and self.is_evaluating
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether the last forward was of an evaluation: without gradients, and in evaluation mode or in a pass that is apart."""
+        return self._forwards > 0 and (False in self._modes or self._is_apart)
+
+    def _end(self) -> None:
+        """End the pass."""
+        if False in self._modes:
+            self.in_evaluation_mode += 1
+            self.repeated += self._forwards >= _FEWEST
+        elif self._forwards >= _FEWEST and self._is_apart:
+            self.in_training_mode += 1
+        self._forwards = 0
+        self._modes.clear()

@@ -1,11 +1,13 @@
-"""A state machine that says which optimizer step the training loop is in, and which forwards belong to it."""
+"""A state machine that counts steps and epochs, and says which forwards belong to which step."""
 
+import math
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import replace
 from enum import Enum
 
+from ikkuna.errors import ConfigError
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
-from ikkuna.observation.steps.counters import StepCounters
 from ikkuna.observation.steps.forwards import (
     EARLIER_PART,
     FIRST_PART,
@@ -23,9 +25,123 @@ from ikkuna.observation.steps.forwards import (
     PendingForwards,
     Reach,
     Restarted,
-    RunningCalls,
     RunningOptimizers,
+    RunningStep,
+    ThreadCalls,
 )
+
+
+class StepCounters:
+    """The numbers of steps, of steps in this epoch, and of epochs.
+
+    Attributes
+    ----------
+    next : Stamp
+        The stamp of the open step, or of the next one; another object after each beginning and each end of a step.
+    steps_per_epoch : int or None
+        Number of steps after which an epoch ends by itself; ``None`` if it does not.
+
+    Examples
+    --------
+    >>> counters = StepCounters()
+    >>> counters.step_closed()
+    0
+    >>> counters.global_step, counters.train_step, counters.epoch
+    (1, 1, 0)
+    """
+
+    def __init__(self) -> None:
+        self.next = Stamp(0, 0, 0)  # one object, so that an interrupt cannot come between two assignments
+        self._epoch_is_announced = self._epoch_is_open = False
+        self.steps_per_epoch: int | None = None
+
+    @property
+    def global_step(self) -> int:
+        """Number of steps."""
+        return self.next.global_step
+
+    @property
+    def train_step(self) -> int:
+        """Number of steps in this epoch."""
+        return self.next.train_step
+
+    @property
+    def epoch(self) -> int:
+        """Number of epochs that have ended."""
+        return self.next.epoch
+
+    def stamp(self, back: int = 0, pass_name: str = TRAINING) -> Stamp:
+        """Return the stamp of the step that is `back` steps before the next one, after it if `back` is negative."""
+        known = self.next
+        return Stamp(max(known.global_step - back, 0), max(known.train_step - back, 0), known.epoch, pass_name)
+
+    def step_opened(self, is_certain: bool = True) -> bool:
+        """Return whether the step that opens is the first of its epoch; if it is not certain, the epoch has not begun yet."""
+        known = self.next
+        self.next = Stamp(known.global_step, known.train_step, known.epoch)  # a step that restarts has another object
+        starts_epoch, self._epoch_is_announced = not self._epoch_is_announced, True
+        self._epoch_is_open = self._epoch_is_open or is_certain
+        return starts_epoch
+
+    def step_closed(self) -> int:
+        """Count a step; return its number."""
+        closed = self.next
+        self.next = Stamp(closed.global_step + 1, closed.train_step + 1, closed.epoch)
+        return closed.global_step
+
+    def steps_closed(self, first: Stamp, steps: int) -> None:
+        """Count a number of steps from `first` on; a second call changes nothing."""
+        self.next = Stamp(first.global_step + steps, first.train_step + steps, self.epoch)
+
+    @property
+    def steps_left(self) -> float:
+        """Number of steps until the epoch ends by itself."""
+        return math.inf if self.steps_per_epoch is None else self.steps_per_epoch - self.train_step
+
+    @property
+    def epoch_is_full(self) -> bool:
+        """Whether the epoch has all of its steps."""
+        return self.steps_left <= 0
+
+    @property
+    def epoch_has_begun(self) -> bool:
+        """Whether the epoch has a step, open or closed."""
+        return self._epoch_is_open or self.train_step > 0
+
+    def epoch_closed(self) -> None:
+        """Count an epoch."""
+        self.next = Stamp(self.global_step, 0, self.epoch + 1)
+        self._epoch_is_announced = self._epoch_is_open = False
+
+    def set_steps_per_epoch(self, steps: int | None) -> None:
+        """Set the number of steps after which an epoch ends by itself.
+
+        Raises
+        ------
+        ConfigError
+            If `steps` is neither ``None`` nor a positive int.
+        """
+        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+            raise ConfigError(f"steps_per_epoch must be an int >= 1 or None, got {steps!r}")
+        self.steps_per_epoch = steps
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the numbers, to be saved with a checkpoint."""
+        return {"global_step": self.global_step, "train_step": self.train_step, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue to count from what `state_dict` returned.
+
+        Raises
+        ------
+        ConfigError
+            If `state` has other keys, or values that are no non-negative ints.
+        """
+        keys = self.state_dict().keys()
+        is_known = isinstance(state, dict) and state.keys() == keys
+        if not is_known or any(not isinstance(v, int) or v < 0 for v in state.values()):
+            raise ConfigError(f"load_state_dict() needs what state_dict() returned, got {state!r}")
+        self.next = Stamp(state["global_step"], state["train_step"], state["epoch"])
 
 
 class State(Enum):
@@ -61,8 +177,8 @@ class StepTracker:
         Where the training loop is.
     counters : StepCounters
         The numbers of steps and epochs.
-    calls : RunningCalls
-        The calls of roots that run on each thread.
+    calls : dict of int to ThreadCalls
+        By thread, the calls of roots that run, and the last one.
     optimizers : RunningOptimizers
         The optimizers that are stepping, and those that have stepped.
     pass_name : str
@@ -88,7 +204,7 @@ class StepTracker:
         self.counters = StepCounters()
         self.pass_name = TRAINING
         self.is_rootless = False
-        self.calls = RunningCalls()
+        self.calls: defaultdict[int, ThreadCalls] = defaultdict(ThreadCalls)
         self._forwards = PendingForwards()
         self.optimizers = RunningOptimizers()
         self._turns = OptimizerTurns()
@@ -104,7 +220,7 @@ class StepTracker:
     @property
     def stamp(self) -> Stamp:
         """The stamp of the open step, or of the next one."""
-        stamp = self.counters.stamp()
+        stamp = self.counters.next
         return self._completing(stamp) if self._turns.incomplete else stamp
 
     def _completing(self, stamp: Stamp) -> Stamp:
@@ -127,7 +243,8 @@ class StepTracker:
         """
         if self.state is not State.IDLE or self.pass_name != TRAINING or self.is_rootless or self._trains_in_evaluation:
             return None
-        if self._turns.incomplete or self._modes or self.calls.are_running or not self.counters.train_step:
+        is_running = any(known.running for known in list(self.calls.values()))
+        if self._turns.incomplete or self._modes or is_running or not self.counters.train_step:
             return None
         return self.optimizers.only(self._owners)
 
@@ -172,16 +289,18 @@ class StepTracker:
         is_dry : bool
             Whether the inputs of the call are meaningless, so that it never counts.
         """
-        if self.calls.is_inside(thread, depth):
-            self.calls.begin_inner(thread)
+        known = self.calls[thread]
+        if depth is not None:
+            del known.running[depth:]
+        if known.running:  # a call inside an outermost one has the same forward
+            known.running.append(known.running[0])
             return ()
         forward, decisions = (None, ()) if is_dry else self._counted(training, gradients, running)
         if forward is not None:
             forward.is_compiled = is_compiled
-        if is_compiled:
-            self.calls.set_last(thread, forward)
-        else:
-            self.calls.begin(thread, forward)
+        known.last = forward
+        if not is_compiled:
+            known.running.append(forward)
         return decisions
 
     def _counted(
@@ -224,7 +343,11 @@ class StepTracker:
 
     def forward_ends(self, thread: int) -> Forward | None:
         """Handle the end of a call of a root; return the forward if the call was an outermost one that counts."""
-        return self.calls.end(thread)
+        running = self.calls[thread].running
+        if not running:
+            return None
+        forward = running.pop()
+        return None if running else forward
 
     def part_called(
         self,
@@ -266,7 +389,7 @@ class StepTracker:
         if latest is None or latest.reach is not Reach.NONE or not latest.is_of_parts:
             latest = self._forwards.add(decisions)
             latest.is_of_parts = True
-        self.calls.set_last(thread, latest)
+        self.calls[thread].last = latest
         return latest, tuple(decisions)
 
     # -- gradients ------------------------------------------------------------------------------------------------
@@ -364,7 +487,7 @@ class StepTracker:
             decisions.append(self._open())
         if not self._is_certain:
             self._set_certain()
-        self.optimizers.begin(optimizer, owned, closure)
+        self.optimizers.running[optimizer] = RunningStep(owned, has_closure=closure)
         self.state = State.STEPPING
         return tuple(decisions)
 
@@ -440,9 +563,9 @@ class StepTracker:
             self._modes.clear()
         self._forwards_without_step = None
         if len(self._owners) > 1 or self._turns.incomplete:
-            self._turns.step_closed(self.counters.stamp(), stepped, self._owners)
+            self._turns.step_closed(self.counters.next, stepped, self._owners)
         self.counters.step_closed()
-        self.optimizers.step_closed()
+        self.optimizers.stepped_before = stepped
         self._reset()
         is_full = self.counters.steps_per_epoch is not None and self.counters.epoch_is_full
         return [closed, *(self._finish_epoch() if is_full else ())]
@@ -478,13 +601,13 @@ class StepTracker:
             return decisions
         if self.state is State.IDLE:
             return ()
-        self.optimizers.clear_running()
+        self.optimizers.running.clear()
         self._reset()
         return (Abandoned(),)
 
     def abandon(self) -> None:
         """Forget the open step in whatever state an exception has left it; the next step gets its number."""
-        self.optimizers.clear_running()
+        self.optimizers.running.clear()
         self._modes.clear()
         self._reset()
 
