@@ -295,16 +295,16 @@ class IdleSteps:
         """Record the loss of the open step as hooks would have done that."""
         context, losses, call = self._context, self._hooks.losses, self._call
         losses.expect_backward(forward, self._thread, range(self._nodes, self._behind))
+        value = torch.tensor(self._loss, dtype=torch.float64, device="cpu")
         if seen == _RETURNED:
-            if call is not None and (output := call[2]()) is not None:
-                losses.repeat_call(*call[:2], output, forward)
+            if call is not None:
+                losses.repeat_call(*call[:3], value, forward)
             return
         context.apply(self._tracker.backward_reached(forward))
-        value = torch.tensor(self._loss, dtype=torch.float64, device="cpu")
         if call is None:
             losses.repeat_backward(value, forward)
         else:
-            losses.repeat_call(*call[:2], value, forward)
+            losses.repeat_call(*call[:3], value, forward)
 
     # -- hooks: each returns whether the tracker needs no event; with few calls and attributes, because caches are cold ---
     # What an event checks, the events after it need not: who suspends recording uses the tracker, a subscriber's code runs between
@@ -368,6 +368,7 @@ class IdleSteps:
         if not isinstance(args[1], Tensor):
             return False
         is_own = self._output is not None and self._output() is args[0]
+        self._loss = float(output.item())  # the user may change the result in place, or keep no reference to it
         self._call = module, args[1], weakref.ref(output), is_own
         if self._context.observer is not None:
             self._loss_arguments = args
@@ -393,12 +394,14 @@ class IdleSteps:
                 or not accumulates
                 or len(roots) != 1
                 or not is_one_number(root := roots[0])
+                or gradients[0] is None  # its backward will raise
                 or gradients[0].item() != 1
                 or not (is_of_call or context.model.loss is None)
             ):
                 self.end()
                 return False
-            self._loss = float(root.item())
+            if not is_of_call:
+                self._loss = float(root.item())
             if not self._loss <= self._threshold:
                 self._close_counted()
                 self._plan = self._plans.measure(self._tracker.stamp)

@@ -337,3 +337,80 @@ def test_the_training_of_another_model_ends_nothing(place, depth, tmp_path):
         found = watched._attachment.rules.judge.history.loss_scores
     assert [loss for _, loss, _ in found] == losses
     assert counted >= 45 or depth == 1500  # rows are read in the first 8 steps; a graph too large to tell whose it is
+
+
+def add_in_place(model, optimizer, loss, x, y):
+    value = loss(model(x, PARTS), y)
+    value += 0.1 * model.a.weight.square().sum()
+    value.backward()
+    optimizer.step()
+
+
+def divide_in_place_before_another_call(model, optimizer, loss, x, y):
+    value = loss(model(x, PARTS), y)
+    value /= 4
+    loss(torch.zeros(4, 2), y)
+    value.backward()
+    optimizer.step()
+
+
+def keep_only_a_sum(model, optimizer, loss, x, y):
+    (loss(model(x, PARTS), y) + model.a.weight.square().sum()).backward()
+    optimizer.step()
+
+
+def step_without_backward(model, optimizer, loss, x, y):
+    loss(model(x, PARTS), y)
+    optimizer.step()
+
+
+def train_another_inside(model, optimizer, loss, x, y):
+    output = model(x, PARTS)
+    loss(nn.Linear(2, 2)(x), y).backward()
+    loss(output, y).backward()
+    optimizer.step()
+
+
+def fail_without_gradients(model, optimizer, loss, x, y):
+    model.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        loss(model(x, PARTS), y).backward()
+    model.requires_grad_(True)
+
+
+UNUSUAL_LOSSES = (
+    *(add_in_place, divide_in_place_before_another_call, keep_only_a_sum),
+    *(step_without_backward, train_another_inside, fail_without_gradients),
+)
+
+
+def run_with_unusual_losses(unusual, directory):
+    """Train with a loss module, and do something else with its result in four steps of which only the loss is wanted."""
+    torch.manual_seed(0)
+    model, loss = Model(), nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with ikkuna.watch(model, loss, log_dir=directory, backend="null", verbosity=0) as watched:
+        for number in range(45):
+            x = torch.randn(4, 2)
+            if number in (11, 14, 23, 37):
+                unusual(model, optimizer, loss, x, x.flip(1))
+            optimizer.zero_grad()
+            loss(model(x, PARTS), x.flip(1)).backward()
+            optimizer.step()
+        counted = watched._session.cycle._idle.steps
+    health = watched.health()
+    assert health.errors == 0
+    return (judged_values(watched), health.steps, [p.tolist() for p in model.parameters()]), counted
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("unusual", UNUSUAL_LOSSES)
+def test_a_loss_is_what_its_module_returned_whatever_becomes_of_the_result(unusual, is_native, monkeypatch, tmp_path):
+    monkeypatch.setattr(RuleSubscriber, "loss_threshold", lambda self: math.inf)
+    if not is_native:
+        monkeypatch.setattr(Hook, "counted", lambda self: self)
+    quick, counted = run_with_unusual_losses(unusual, tmp_path)
+    monkeypatch.setattr(IdleSteps, "begin", lambda self, plans: None)
+    slow, none = run_with_unusual_losses(unusual, tmp_path)
+    assert quick == slow
+    assert counted > none == 0

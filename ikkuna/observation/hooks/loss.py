@@ -322,12 +322,14 @@ class LossHooks:
                 seen = {**seen, "input_labels": without_ignored(labels, ignored)}
         recorder.receive_together(seen, part=part)
 
-    def repeat_call(self, module: nn.Module, labels: Tensor, output: Tensor, forward: Forward) -> None:
-        """Record what the loss module has returned in a step that is tracked only now."""
+    def repeat_call(
+        self, module: nn.Module, labels: Tensor, output: "weakref.ref[Tensor]", value: Tensor, forward: Forward
+    ) -> None:
+        """Record the value that the loss module has returned in a step that is tracked only now; the result may be freed."""
         self._was_called = self.has_loss = True
-        self._losses.append(weakref.ref(output))
-        weight = loss_weight(module, output, None, labels)
-        self.context.recorder.receive(self.context.sites("loss"), output, "", weight, part=forward.part)
+        self._losses.append(output)
+        weight = loss_weight(module, value, None, labels)
+        self.context.recorder.receive(self.context.sites("loss"), value, "", weight, part=forward.part)
 
     def repeat_backward(self, loss: Tensor, forward: Forward) -> None:
         """Record what a backward that has begun was called on, in a step that is tracked only now."""

@@ -401,7 +401,8 @@ bool loss_called(PyObject *idle, PyObject *const *arguments) {  // module, args,
         PyDict_GET_SIZE(arguments[2]) || !THPVariable_CheckExact(PyTuple_GET_ITEM(given, 1)) || !is_number(arguments[3])) return false;
     THPObjectPtr result(PyWeakref_NewRef(arguments[3], nullptr));
     PyObject *const is_own = refers(slot<OUTPUT>(idle), PyTuple_GET_ITEM(given, 0)) ? Py_True : Py_False;
-    return result && set<CALL>(idle, PyTuple_Pack(4, arguments[0], PyTuple_GET_ITEM(given, 1), result.get(), is_own)) &&
+    return result && set<LOSS>(idle, PyFloat_FromDouble(value_of(arguments[3]))) &&
+           set<CALL>(idle, PyTuple_Pack(4, arguments[0], PyTuple_GET_ITEM(given, 1), result.get(), is_own)) &&
            (!is_observed(idle) || set<LOSS_ARGUMENTS>(idle, Py_NewRef(given)));
 }
 
@@ -410,8 +411,7 @@ bool backward_starts(PyObject *idle, PyObject *const *arguments) {  // roots, gr
     if (!has_seen(idle, RETURNED) || call == Py_None || PyTuple_GET_ITEM(call, 3) != Py_True || arguments[2] != Py_True || !root ||
         !refers(PyTuple_GET_ITEM(call, 2), root) || !is_number(root) || !factor || !is_number(factor) || value_of(factor) != 1)
         return false;
-    const double loss = value_of(root);
-    return loss <= PyFloat_AsDouble(slot<THRESHOLD>(idle)) && set<LOSS>(idle, PyFloat_FromDouble(loss)) &&
+    return PyFloat_AsDouble(slot<LOSS>(idle)) <= PyFloat_AsDouble(slot<THRESHOLD>(idle)) &&
            set<LOSS_ARGUMENTS>(idle, PyTuple_New(0)) && see(idle, COMPUTING);
 }
 
