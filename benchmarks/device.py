@@ -26,7 +26,7 @@ from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber, Subscr
 from ikkuna.numerics.statistics.device import statistics as device_statistics
 from ikkuna.numerics.statistics.device import triton_launcher
 from ikkuna.observation.rows import recorder
-from ikkuna.observation.rows.part import Part
+from ikkuna.observation.rows.rows import Part
 
 METRICS: dict[str, tuple[Callable[..., Subscriber], ...]] = {
     "norms": (NormSubscriber,),

@@ -1,6 +1,7 @@
 """Backends that pass values to the loggers of other libraries."""
 
 import math
+import os
 import time
 from abc import abstractmethod
 from collections import deque
@@ -167,7 +168,7 @@ class LoggerBackend(Backend):
         values.step = step
         if not (values.count or values.config):
             return
-        if not self._worker.is_ours:
+        if self._worker.process != os.getpid():
             self._dropped += values.count
             return
         with self._worker.lock:
@@ -254,11 +255,15 @@ class LoggerBackend(Backend):
         """Wait until the logger has everything committed; return whether it has."""
         dropped = self._dropped
         self._worker.wait_for(lambda: not (self._queue or self._worker.is_busy) or self._is_failing, timeout)
-        return self._worker.is_ours and not (self._queue or self._worker.is_busy) and self._dropped == dropped
+        return (
+            self._worker.process == os.getpid()
+            and not (self._queue or self._worker.is_busy)
+            and self._dropped == dropped
+        )
 
     def close(self, timeout: float | None = 2.0) -> bool:
         """Pass everything on and release the logger; values that are not passed on within `timeout` seconds are dropped."""
-        if not self._worker.is_ours:
+        if self._worker.process != os.getpid():
             return False
         self._retry_at = 0.0
         is_finished = self._worker.close(timeout)

@@ -26,11 +26,11 @@ from ikkuna.diagnosis.preflight_checks.pure_losses import why_impure
 from ikkuna.diagnosis.preflight_checks.runs import label_shape
 from ikkuna.diagnosis.preflight_checks.trial import Check, Trial
 from ikkuna.store.finding import Finding
-from ikkuna.support.failures import error_text, log
+from ikkuna.support.failures import error_text, log, switched
 from ikkuna.support.saved_losses import SavedLoss
 from ikkuna.support.threads import run_apart
 from ikkuna.support.torch_internals import pytree
-from ikkuna.support.undisturbed import gradients, switched, undisturbed
+from ikkuna.support.undisturbed import gradients, undisturbed
 
 _CHECKS: dict[Check, str] = {
     label_shape: "the shape of the labels",

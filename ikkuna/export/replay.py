@@ -17,11 +17,12 @@ from ikkuna.export.exporter import Exporter
 from ikkuna.flight_recorder.dump_reading import Dump, read_dump
 from ikkuna.flight_recorder.recorded_steps import feed_history
 from ikkuna.metrics.bus.bus import MessageBus
+from ikkuna.metrics.bus.delivery import StepObserver
 from ikkuna.metrics.messages.kinds import is_built_in, is_of_module
 from ikkuna.metrics.messages.message import Message
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, Values
-from ikkuna.observation.rows.rows import Rows, StepObserver
+from ikkuna.observation.rows.rows import Rows
 from ikkuna.printable import listed, printable
 from ikkuna.store.finding import Finding
 from ikkuna.support.random_states import RandomStates

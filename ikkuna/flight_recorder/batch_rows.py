@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ikkuna.numerics.bits import HASHED, mixed, row_bit_sums, row_words
+from ikkuna.support.failures import switched
 from ikkuna.support.torch_internals import pytree
-from ikkuna.support.undisturbed import gradients, switched
+from ikkuna.support.undisturbed import gradients
 
 _AT_ONCE = 1 << 20  # elements
 

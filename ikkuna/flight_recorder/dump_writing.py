@@ -431,7 +431,7 @@ class DumpWriter:
             log.error(f"{text}; health() counts further ones", *values)
 
     def _add(self, run: Callable[[], None]) -> bool:
-        if len(self._jobs) >= _WAITING or not self._worker.is_ours:
+        if len(self._jobs) >= _WAITING or self._worker.process != os.getpid():
             self.failed += 1
             self._say("a dump is left out: the disk is too slow for %d others", _WAITING)
             return False

@@ -21,6 +21,7 @@ from ikkuna.flight_recorder.dump_writing import DumpContent, DumpJob, DumpWriter
 from ikkuna.flight_recorder.options import MemoryBudget, RecorderOptions
 from ikkuna.flight_recorder.recorded_steps import RecordedSteps, measured_columns, names_of, rule_facts, worst_row
 from ikkuna.metrics.bus.bus import Handle, MessageBus
+from ikkuna.metrics.bus.delivery import StepObserver
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS
 from ikkuna.metrics.messages.message import Message, NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
@@ -31,7 +32,7 @@ from ikkuna.numerics.statistics.record import HISTOGRAMS
 from ikkuna.numerics.statistics.table import COLUMN, Values
 from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.rows.plan import Plan
-from ikkuna.observation.rows.rows import Rows, StepObserver
+from ikkuna.observation.rows.rows import Rows
 from ikkuna.printable import listed
 from ikkuna.store.finding import SEVERITIES, Finding
 from ikkuna.support.failures import error_text, log, suppressed

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ikkuna.errors import ConfigTypeError
+from ikkuna.support.failures import switched
 from ikkuna.support.torch_internals import holds_other_tensors, is_transformed
-from ikkuna.support.undisturbed import gradients, switched
+from ikkuna.support.undisturbed import gradients
 
 
 @cache

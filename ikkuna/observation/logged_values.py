@@ -21,9 +21,9 @@ from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.numerics.elements import has_numbers
 from ikkuna.numerics.statistics import Record
 from ikkuna.numerics.statistics.histogram import Histogram
-from ikkuna.observation.rows.part import HostCopy
 from ikkuna.store.names import Series
 from ikkuna.store.values import Image, Matrix, is_histogram, is_pixels
+from ikkuna.support.device_thread import HostCopy
 from ikkuna.support.failures import log, raise_users_exception
 
 _MOST = 100_000
@@ -42,6 +42,8 @@ class LoggedValues:
     ----------
     dropped : int
         Number of values that were dropped, because their step is over or because too many wait.
+    is_used : bool
+        Whether a value was kept; before, the ends of steps need not be reported.
     label : str
         What backends that fail with these values log.
     """
@@ -56,8 +58,9 @@ class LoggedValues:
         self._newest = self._newest_before = -1  # the last step that has ended, and the last one of an earlier training
         self._stored: set[tuple[str, str]] = set()  # passes and names of the values of the newest step that are posted
         self.dropped = 0
+        self.is_used = False
 
-    def add(self, name: str, value: Any, stamp: Stamp, step: int | None = None) -> None:
+    def add(self, name: str, value: Any, stamp: Stamp, ended: int, step: int | None = None) -> None:
         """Keep a value until its step ends; a second one of the same name and step replaces it.
 
         If the step has ended with a value of the name, a second one belongs to the next step, so that no step has two.
@@ -70,6 +73,8 @@ class LoggedValues:
             The value.
         stamp : Stamp
             The open step, or the last one.
+        ended : int
+            The last step that has ended, which is read with the first value.
         step : int, optional
             The step to which the value belongs instead.
 
@@ -84,6 +89,8 @@ class LoggedValues:
             raise ConfigError("log() needs a name, got an empty one")
         kept = _kept(name, value)
         with self._lock:
+            if not self.is_used:
+                self.is_used, self._newest = True, max(self._newest, ended)
             number = stamp.global_step if step is None else step
             is_stored = number == self._newest and (
                 number == self._newest_before or (stamp.pass_name, name) in self._stored

@@ -22,9 +22,8 @@ from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.observation.step_cycle import ReplacedModules, SamplingPlans, StepCycle
 from ikkuna.observation.validation import Validation
 from ikkuna.store.run_directory import Continued
-from ikkuna.support.failures import log
+from ikkuna.support.failures import log, restoring
 from ikkuna.support.modules import class_name
-from ikkuna.support.undisturbed import restoring
 
 
 def warn_of_worker(name: str) -> None:
@@ -275,7 +274,7 @@ class Session:
                 warn_of_worker(name)
             return
         tracker = self.context.tracker
-        self.logged.add(name, value, tracker.pass_stamp(tracker.pass_name), step)
+        self.logged.add(name, value, tracker.pass_stamp(tracker.pass_name), tracker.counters.global_step - 1, step)
 
     def load_counters(self, state: dict[str, int], continued: Continued | None = None) -> None:
         """Continue to count from a checkpoint, which may be of an earlier step, and continue a stored run."""

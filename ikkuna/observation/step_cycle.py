@@ -359,7 +359,8 @@ class StepCycle:
             self._steps += 1
         self._hooks.step_ended()
         lap, step = context.stopwatch.lap(), None
-        self._logged.step_ends(closed.stamp.global_step)
+        if self._logged.is_used:
+            self._logged.step_ends(closed.stamp.global_step)
         if context.recorder.rows is not None:
             if context.recorder.plan.of_loss:
                 self._missing_loss.step_ended(self.steps)

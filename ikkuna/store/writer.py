@@ -1,6 +1,7 @@
 """Writes blocks to one file in a thread, so that training never waits for the disk."""
 
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -307,7 +308,7 @@ class FileWriter:
         All values up to this step, except those in :attr:`dropped`, survive the death of the process.
         After a failed fsync it is the last step that is on the disk, until the others have been written again.
         """
-        if not self._worker.is_ours:
+        if self._worker.process != os.getpid():
             return -1
         with self._worker.lock:
             return self._queue.acked_step
@@ -336,7 +337,7 @@ class FileWriter:
         is_picture : bool
             Whether it is an image that was drawn later.
         """
-        if not self._worker.is_ours:
+        if self._worker.process != os.getpid():
             self._queue.dropped += values
             return
         with self._worker.lock:
@@ -360,7 +361,7 @@ class FileWriter:
         Return ``False`` after `timeout` seconds, and as soon as the disk reports an error.
         If no thread can be started, this thread writes, and waits for the disk.
         """
-        if not self._worker.is_ours:
+        if self._worker.process != os.getpid():
             return False
         target, failures = self._request_sync(), self._failures
         self._worker.wake()
@@ -374,7 +375,7 @@ class FileWriter:
         If no thread can be started, this thread writes, and waits for the disk.
         In the writer's own thread, the rest is written after the call.
         """
-        if not self._worker.is_ours:
+        if self._worker.process != os.getpid():
             return False
         with self._worker.lock:
             line = self._queue.end_losses()

@@ -1,4 +1,4 @@
-"""The logger of the library, counters of failures, and the exceptions that belong to the user.
+"""The logger, counters of failures, the exceptions that belong to the user, and what is restored in spite of them.
 
 Python runs a signal handler between two instructions of whatever function runs on the main thread.
 Its exception, such as that of a time limit or of a dead worker process, then appears to come from that function.
@@ -12,14 +12,15 @@ import inspect
 import logging
 import signal
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import pairwise
 from types import CodeType, FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from ikkuna.errors import StopTraining
 from ikkuna.printable import printable
 
+T = TypeVar("T")
 _REQUESTS = (KeyboardInterrupt, SystemExit, StopTraining)
 _SIGNALS = tuple(map(int, signal.valid_signals()))
 _OVERWRITTEN = object()
@@ -142,6 +143,57 @@ def _overwritten(code: CodeType) -> frozenset[Any]:
     """Return the names of the variables that a function assigns or deletes."""
     changes = [i.argval for i in dis.get_instructions(code) if i.opname.startswith(("STORE_", "DELETE_"))]
     return frozenset(name for names in changes for name in (names if isinstance(names, tuple) else (names,)))
+
+
+def restoring(body: Callable[[], T], restore: Callable[[], object]) -> T:
+    """Return the result of `body`, and call `restore` afterwards.
+
+    If an exception such as `KeyboardInterrupt` interrupts `restore`, it is called again.
+
+    Examples
+    --------
+    >>> restoring(lambda: 3, lambda: print("restored"))
+    restored
+    3
+    """
+    try:
+        try:
+            return body()
+        finally:
+            restore()
+    except BaseException:
+        restore()
+        raise
+
+
+Switch = tuple[Callable[[Any], object], Any, Any]
+"""A function that sets a global switch of torch, the present value of the switch, and another value."""
+
+
+def switched(switches: Sequence[Switch], function: Callable[..., T], *arguments: Any) -> T:
+    """Return ``function(*arguments)``, during which global switches of torch have other values.
+
+    The end of ``torch.no_grad()`` is a call of a Python function; an exception such as `KeyboardInterrupt` that comes at its
+    beginning would leave training without gradients.  This function restores the switches nevertheless.
+
+    Examples
+    --------
+    >>> values = [1]
+    >>> switched([(values.append, 1, 2)], lambda: values[-1]), values
+    (2, [1, 2, 1])
+    """
+    try:
+        try:
+            for set_value, _, value in switches:
+                set_value(value)
+            return function(*arguments)
+        finally:
+            for set_value, before, _ in switches:
+                set_value(before)
+    except BaseException:
+        for set_value, before, _ in switches:
+            set_value(before)
+        raise
 
 
 @contextlib.contextmanager

@@ -123,7 +123,7 @@ class Worker:
     - One thread at a time does a job, without the lock.  An exception of a job is passed to `failed`, and the thread goes on;
       an exception that belongs to the user is raised, and the next :meth:`wake` starts another thread.
     - After :meth:`close` the thread ends when `next_job` returns ``None``, also if it returns jobs again later.
-    - A forked process has no such thread: :attr:`is_ours` is ``False`` there, and all methods do nothing.
+    - A forked process has no such thread: :attr:`process` is another one there, and all methods do nothing.
 
     Parameters
     ----------
@@ -142,6 +142,8 @@ class Worker:
 
     Attributes
     ----------
+    process : int
+        The process that has created the worker; -1 in a forked one.
     lock : threading.RLock
         Guards what `next_job` reads; reentrant, because a signal handler may use the worker.
         ``with worker.lock:`` is safe against a `KeyboardInterrupt`; a condition has methods in Python that can be interrupted
@@ -182,14 +184,9 @@ class Worker:
         """Whether the thread runs."""
         self._busy: int | None = None  # the thread that does a job
         self.is_closing = self.is_finished = False
-        self._process = os.getpid()
+        # native code can fork without calling the hook, and a process id can be used again: hence a mark and a comparison
+        self.process = os.getpid()
         _workers.add(self)
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether this process has created the worker."""
-        # Native code can fork without calling the hook, and a process id can be used again: hence a mark and a comparison.
-        return self._process == os.getpid()
 
     @property
     def is_busy(self) -> bool:
@@ -203,7 +200,7 @@ class Worker:
 
     def wake(self) -> None:
         """Wake the thread, which takes the next job; start it if it does not run."""
-        if self._process == os.getpid():
+        if self.process == os.getpid():
             with self.lock:
                 self.changed.notify_all()
                 if not (self.is_served or self.is_finished):
@@ -214,7 +211,7 @@ class Worker:
 
         If no thread can be started, this thread does the jobs, however long they take.  A job does not wait for itself.
         """
-        if not self.is_ours:
+        if self.process != os.getpid():
             return False
         self._work_here(timeout)
         with self.lock:
@@ -227,7 +224,7 @@ class Worker:
 
         In a job it returns at once, and the rest is done afterwards.
         """
-        if not self.is_ours:
+        if self.process != os.getpid():
             return False
         with self.lock:
             self.is_closing, self._start_at = True, 0.0
@@ -326,7 +323,7 @@ _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 def _disown() -> None:
     for worker in list(_workers):
-        worker._process = -1
+        worker.process = -1
 
 
 if hasattr(os, "register_at_fork"):

@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -13,38 +13,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ikkuna.errors import ConfigError
+from ikkuna.support.failures import Switch, restoring
+from ikkuna.support.failures import switched as switched
 from ikkuna.support.modules import wrapped_modules
 from ikkuna.support.torch_internals import kept_version, set_grad_enabled
 
 T = TypeVar("T")
 _Restore = Callable[[], object]
-Switch = tuple[Callable[[Any], object], Any, Any]
-"""A function that sets a global switch of torch, the present value of the switch, and another value."""
-
-
-def switched(switches: Sequence[Switch], function: Callable[..., T], *arguments: Any) -> T:
-    """Return ``function(*arguments)``, during which global switches of torch have other values.
-
-    The end of ``torch.no_grad()`` is a call of a Python function; an exception such as `KeyboardInterrupt` that comes at its
-    beginning would leave training without gradients.  This function restores the switches nevertheless.
-
-    Examples
-    --------
-    >>> switched([gradients(False)], torch.is_grad_enabled), torch.is_grad_enabled()
-    (False, True)
-    """
-    try:
-        try:
-            for set_value, _, value in switches:
-                set_value(value)
-            return function(*arguments)
-        finally:
-            for set_value, before, _ in switches:
-                set_value(before)
-    except BaseException:
-        for set_value, before, _ in switches:
-            set_value(before)
-        raise
 
 
 def gradients(enabled: bool) -> Switch:
@@ -90,27 +65,6 @@ def run_undisturbed(body: Callable[[], T], model: nn.Module, batches: Any = ()) 
 
     with torch.inference_mode(False):
         return restoring(run, undo)
-
-
-def restoring(body: Callable[[], T], restore: Callable[[], object]) -> T:
-    """Return the result of `body`, and call `restore` afterwards.
-
-    If an exception such as `KeyboardInterrupt` interrupts `restore`, it is called again.
-
-    Examples
-    --------
-    >>> restoring(lambda: 3, lambda: print("restored"))
-    restored
-    3
-    """
-    try:
-        try:
-            return body()
-        finally:
-            restore()
-    except BaseException:
-        restore()
-        raise
 
 
 class _Undo:

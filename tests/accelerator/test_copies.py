@@ -7,7 +7,7 @@ from ikkuna.export import Exporter
 from ikkuna.export.subscriber import NormSubscriber, PlotSubscriber, name_results
 from ikkuna.numerics.statistics.device import DeviceStatistics
 from ikkuna.observation.rows import rows as rows_module
-from ikkuna.observation.rows.part import HostCopy
+from ikkuna.support.device_thread import HostCopy
 from ikkuna.testing import RecordingBackend
 from tests.accelerator.models import MODELS, train
 from tests.simulated_device import recorded

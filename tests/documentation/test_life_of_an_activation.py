@@ -36,8 +36,8 @@ def test_the_way_of_the_activation_is_short(calls):
 
 
 def test_a_step_is_short(calls):
-    assert len(files(calls)) <= 41
-    assert len(calls) <= 190
+    assert len(files(calls)) <= 33
+    assert len(calls) <= 167
 
 
 def test_the_way_begins_in_a_hook_and_ends_in_a_file(calls):

@@ -9,7 +9,8 @@ import torch
 from ikkuna.backends.run import Run
 from ikkuna.flight_recorder.capture import copy_state
 from ikkuna.store.names import Series
-from ikkuna.support.undisturbed import gradients, switched
+from ikkuna.support.failures import switched
+from ikkuna.support.undisturbed import gradients
 from ikkuna.testing import RecordingBackend
 from tests.export.storm import Signals, Storm, Training, interrupt
 

@@ -188,7 +188,7 @@ def test_the_numbers_that_codes_stand_for_are_measured(measures):
 def test_a_subclass_that_cannot_be_read_is_left_out_and_a_plain_tensor_is_an_error(monkeypatch):
     case = Case(on_error="log")
     failing = SimpleNamespace(add=lambda *arguments: 1 / 0)
-    monkeypatch.setattr("ikkuna.observation.rows.part.Part.statistics", lambda part, tensor: failing)
+    monkeypatch.setattr("ikkuna.observation.rows.rows.Part.statistics", lambda part, tensor: failing)
     monkeypatch.setattr("ikkuna.observation.rows.recorder._numbers", lambda tensor: tensor)
     case.recorder.receive(WEIGHTS, X.as_subclass(Wrapped), "w", weight=1)
     assert (case.recorder.unreadable, case.bus.error_guard.errors) == ({(WEIGHTS, "w")}, 0)
@@ -205,7 +205,7 @@ def test_an_interrupt_of_the_user_passes_the_measurement(monkeypatch, sort):
     def fail(*arguments):
         raise error
 
-    monkeypatch.setattr("ikkuna.observation.rows.part.Part.statistics", lambda *a: SimpleNamespace(add=fail))
+    monkeypatch.setattr("ikkuna.observation.rows.rows.Part.statistics", lambda *a: SimpleNamespace(add=fail))
     monkeypatch.setattr("ikkuna.observation.rows.recorder._numbers", lambda tensor: tensor)
     with pytest.raises(KeyboardInterrupt):
         case.recorder.receive(WEIGHTS, X.as_subclass(sort), "", weight=1)
@@ -420,7 +420,7 @@ def test_a_shard_is_measured_and_gathered_only_for_those_who_need_it_and_may(
 
 def test_a_shard_whose_numbers_cannot_be_read_is_left_out(sharded, monkeypatch):
     unreadable = SimpleNamespace(add=lambda *arguments: False)
-    monkeypatch.setattr("ikkuna.observation.rows.part.Part.statistics", lambda part, tensor: unreadable)
+    monkeypatch.setattr("ikkuna.observation.rows.rows.Part.statistics", lambda part, tensor: unreadable)
     case = Case(seeing := Seeing("weights"))
     case.recorder.receive(WEIGHTS, distributed(), "a")
     assert (case.recorder.unreadable, seeing.calls) == ({(WEIGHTS, "a")}, [])

@@ -18,10 +18,10 @@ from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.state import DeferredRow
 from ikkuna.numerics.statistics.float_code import WORTH_SAMPLING
 from ikkuna.numerics.statistics.table import COLUMN
-from ikkuna.observation.rows.part import HostCopy
 from ikkuna.observation.rows.plan import Demand, Site
 from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.observation.rows.rows import Rows, _are_close
+from ikkuna.support.device_thread import HostCopy
 
 STAMP = Stamp(3, 1, 0)
 ACTIVATIONS, WEIGHTS, LOSS = Site("activations", "fc"), Site("weights", "fc"), Site("loss")

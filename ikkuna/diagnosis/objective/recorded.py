@@ -16,10 +16,10 @@ from ikkuna.diagnosis.objective.graph import ObjectiveGraph, nearest_parameters,
 from ikkuna.diagnosis.preflight_checks.batch import tensors_of, without_labels
 from ikkuna.diagnosis.preflight_checks.contracts import LossCall, findings_of
 from ikkuna.store.finding import Finding
-from ikkuna.support.failures import log
+from ikkuna.support.failures import log, switched
 from ikkuna.support.modules import module_of, named_modules, named_parameters
 from ikkuna.support.threads import run_apart
-from ikkuna.support.undisturbed import gradients, switched
+from ikkuna.support.undisturbed import gradients
 
 _MOST_PASSES = 6
 _MANY_LABELS = 128

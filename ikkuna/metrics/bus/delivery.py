@@ -57,14 +57,35 @@ class Measurements(Protocol):
         """Forget the step, which is not delivered."""
 
 
-class Observer(Protocol):
-    """Observes training steps beside the subscribers, see `ikkuna.observation.rows.rows.StepObserver`."""
+class StepObserver:
+    """Observes the steps of one exporter; its methods do nothing by default.
+
+    They raise nothing but exceptions that belong to the user.  Plans and rows are those of `ikkuna.observation.rows`.
+    """
+
+    needs_every_step = True
+    """Whether `step_opened`, `model_called` and `loss_called` are needed of steps of which subscribers need the loss alone."""
+
+    def step_opened(self, stamp: Stamp, plan: Any) -> None:
+        """Handle the beginning of a step, before the first forward."""
+
+    def model_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle what the model is called with in a step, borrowed."""
+
+    def loss_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle what the loss module is called with in a step, borrowed."""
+
+    def step_passed(self, stamp: Stamp) -> None:
+        """Handle the end of a step that no subscriber samples, so that it has no rows."""
+
+    def steps_passed(self, block: StepLosses) -> None:
+        """Handle steps of which subscribers need the loss alone."""
 
     def rows_complete(self, rows: Any, event: NetworkMessage) -> None:
-        """Handle the complete measurements, before they are delivered."""
+        """Handle the complete measurements of a training step, before they are delivered to subscribers."""
 
     def step_delivered(self, stamp: Stamp) -> None:
-        """Handle the end of the delivery."""
+        """Handle the end of the delivery, also after an exception."""
 
 
 class Delivery:
@@ -356,11 +377,11 @@ class Finished(Item):
         Its measurements.
     event : NetworkMessage or None
         The message ``batch_finished`` of a training step.
-    observer : Observer, optional
+    observer : StepObserver, optional
         Observes training steps beside the subscribers.
     """
 
-    def __init__(self, rows: Measurements, event: NetworkMessage | None, observer: Observer | None = None) -> None:
+    def __init__(self, rows: Measurements, event: NetworkMessage | None, observer: StepObserver | None = None) -> None:
         self.rows, self.event, self.observer = rows, event, observer
         self.stamp, self.early = rows.stamp, _Early()
         self.arrived = rows.arrived  # type: ignore[method-assign]  # a call less at each step

@@ -11,8 +11,7 @@ import torch
 from ikkuna.errors import ConfigError
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.numerics.statistics.native.hook_functions import NO_THREADS
-from ikkuna.support.failures import FailureCounter, error_text, log, raise_users_exception
-from ikkuna.support.undisturbed import restoring
+from ikkuna.support.failures import FailureCounter, error_text, log, raise_users_exception, restoring
 
 ON_ERROR = ("disable", "log", "raise")
 

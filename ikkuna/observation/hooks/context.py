@@ -24,6 +24,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
 from ikkuna.distributed.dtensor import divided
+from ikkuna.metrics.bus.delivery import StepObserver
 from ikkuna.metrics.bus.error_guard import ErrorGuard
 from ikkuna.numerics.statistics.native.hook_functions import GRADIENTS as FOR_GRADIENTS
 from ikkuna.numerics.statistics.native.hook_functions import MICRO_GRADIENTS, Function, Permits, hook_functions
@@ -35,7 +36,6 @@ from ikkuna.observation.model.watched_model import WatchedModel
 from ikkuna.observation.rows.plan import NOTHING as NOTHING_PLANNED
 from ikkuna.observation.rows.plan import Site, WantedRows
 from ikkuna.observation.rows.recorder import Recorder
-from ikkuna.observation.rows.rows import StepObserver
 from ikkuna.observation.steps.forwards import MICRO_PART, Decision, Forward, LoopEvents
 from ikkuna.observation.steps.step_tracker import StepTracker
 from ikkuna.store.finding import Finding

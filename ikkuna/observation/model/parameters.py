@@ -16,10 +16,14 @@ from torch.optim import Optimizer
 from ikkuna.diagnosis.mistakes import NO_GRADIENT
 from ikkuna.distributed.dtensor import holds_gradients, is_distributed, sharded_parameters
 from ikkuna.store.finding import Finding
-from ikkuna.support.failures import log, raise_users_exception
+from ikkuna.support.failures import log, raise_users_exception, switched
 from ikkuna.support.modules import NamedModule, NamedParameter, parameters_of
-from ikkuna.support.torch_internals import autograd_enabled_inside_operators, current_node, will_execute
-from ikkuna.support.undisturbed import gradients, switched
+from ikkuna.support.torch_internals import (
+    autograd_enabled_inside_operators,
+    current_node,
+    set_grad_enabled,
+    will_execute,
+)
 
 _SENTINELS = 8
 
@@ -345,7 +349,7 @@ class TrackedParameters:
             return None
         if parameter.layout is not torch.strided:
             return None
-        function = switched([gradients(True)], _node_of_view, parameter)
+        function = switched([(set_grad_enabled, torch.is_grad_enabled(), True)], _node_of_view, parameter)
         return None if function is None else function.next_functions[0][0]
 
 

@@ -334,8 +334,9 @@ class Demand:
         step = stamp.global_step
         if not is_regular or step < self._regular_from:
             return tuple([registered for registered in self._known if registered.samples(stamp)])
-        is_disabled: Iterator[bool] = map(_DISABLED, self._known)
-        bits = [*is_disabled, *(registered.samples(stamp) for registered in self._irregular)]
+        bits: list[bool] = [*map(_DISABLED, self._known)]
+        for registered in self._irregular:
+            bits.append(registered.samples(stamp))
         for subsample, begin, factor in self._rhythms:
             bits += step < begin, not step % subsample, not step % (subsample * factor)
         key = tuple(bits)

@@ -17,11 +17,10 @@ from ikkuna.metrics.subscriber.state import DeferredRow
 from ikkuna.numerics.elements import dequantized, has_float64, has_numbers, is_special
 from ikkuna.numerics.statistics.host import HostStatistics
 from ikkuna.numerics.statistics.native import Library, library
-from ikkuna.observation.rows.part import Part, PartPool, copied_row
 from ikkuna.observation.rows.plan import NOTHING, Key, Plan, RowIndex, Selections, Site, Task
-from ikkuna.observation.rows.rows import Rows
-from ikkuna.support.failures import log, raise_users_exception
-from ikkuna.support.undisturbed import gradients, switched
+from ikkuna.observation.rows.rows import Part, PartPool, Rows, copied_row
+from ikkuna.support.failures import log, raise_users_exception, switched
+from ikkuna.support.undisturbed import gradients
 
 _LISTED = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
 _PLAIN = (Tensor, torch.nn.Parameter)

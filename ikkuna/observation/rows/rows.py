@@ -1,7 +1,7 @@
-"""The measurements of one step, and observers of whole steps."""
+"""The measurements of one step and of its parts."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
@@ -13,20 +13,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.distributed.dtensor import ShardPosition
+from ikkuna.metrics.bus.error_guard import ErrorGuard
 from ikkuna.metrics.messages.batch import MeasuredStep, MessageBatch
-from ikkuna.metrics.messages.message import Message, NetworkMessage
+from ikkuna.metrics.messages.message import Message
 from ikkuna.metrics.messages.stamp import Stamp
-from ikkuna.metrics.subscriber.base import StepLosses
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.metrics.subscriber.state import DeferredRow
+from ikkuna.numerics.elements import widest_float
 from ikkuna.numerics.statistics import HISTOGRAMS
-from ikkuna.numerics.statistics.device import DeviceRows
+from ikkuna.numerics.statistics.device import DeviceRows, DeviceStatistics, ImpreciseRows
 from ikkuna.numerics.statistics.float_code import half_size, merge_codes
+from ikkuna.numerics.statistics.host import HostStatistics
 from ikkuna.numerics.statistics.record import Records
 from ikkuna.numerics.statistics.table import COLUMN, Values, empty_rows, merge_rows, row_of
-from ikkuna.observation.rows.part import HostCopy, Part, PartPool
 from ikkuna.observation.rows.plan import Key, MeasuredRows, Plan, RowIndex, Selection, Selections, Site
-from ikkuna.support.device_thread import Pending, run_beside
+from ikkuna.support.device_thread import HostCopy, Pending, is_full, run_beside
 from ikkuna.support.failures import raise_users_exception
 
 _NO_FIELDS = frozenset[str]()
@@ -37,6 +38,180 @@ _N, _NANS, _INFS, _MEAN = (COLUMN[name] for name in ("n", "nans", "infs", "mean"
 
 _Place = tuple[dict[Any, Any], Any, Any]
 """A dictionary and a key, and the tensor there that an array replaces once it has reached the host."""
+
+
+_MERGE: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "last": lambda known, value: value,
+    "ranks": lambda known, value: value,
+}
+
+
+class Part:
+    """The measurements of one part of an open step, such as those of one forward.
+
+    Parameters
+    ----------
+    error_guard : ErrorGuard
+        Handles errors in the merge of subscribers' results.
+    native : bool
+        Whether to use the C++ kernels if they are available.
+    imprecise : ImpreciseRows
+        Which rows sums in float32 are not enough for on a device.
+
+    Attributes
+    ----------
+    host : HostStatistics
+        The shared statistics of tensors on the host.
+    devices : dict
+        Those of tensors on other devices.
+    measured : dict
+        The results of subscribers' own ``measure``, by row and subscriber.
+    together : dict
+        The results of subscribers that measure several tensors together.
+    shards : dict
+        By row, which shard of a distributed tensor this rank has.
+    reductions : dict
+        By row, how the calls of a loss become one number: ``"mean"`` or ``"sum"``.
+    is_clear : bool
+        Whether nothing was added since it was emptied.
+    """
+
+    def __init__(self, error_guard: ErrorGuard, native: bool, imprecise: ImpreciseRows) -> None:
+        self._error_guard, self._imprecise = error_guard, imprecise
+        self.host = HostStatistics(native)
+        self.devices: dict[torch.device, DeviceStatistics] = {}
+        self.measured: dict[int, dict[Registered, Tensor | DeferredRow]] = {}
+        self.together: dict[Registered, Tensor | DeferredRow] = {}
+        self.shards: dict[int, ShardPosition] = {}
+        self.reductions: dict[int, str] = {}
+        self.is_clear = True
+
+    def statistics(self, x: Tensor) -> HostStatistics | DeviceStatistics:
+        """Return the statistics to which a tensor is added."""
+        return self.host if x.is_cpu else self.on_device(x.device)
+
+    def on_device(self, device: torch.device) -> DeviceStatistics:
+        """Return the statistics of the tensors of a device."""
+        if (found := self.devices.get(device)) is None:
+            found = self.devices[device] = DeviceStatistics(device, self._imprecise)
+        return found
+
+    def add_measured(
+        self,
+        row: int | None,
+        registered: Registered,
+        value: Tensor | DeferredRow,
+        device: torch.device | None = None,
+    ) -> None:
+        """Add the result of a subscriber's ``measure`` to its row; ``None`` if it measures several tensors together.
+
+        A new result must lie on the host or on `device`, so that it can be copied together with those of other subscribers.
+        A new `DeferredRow` is dropped and counted while too many wait, before its tensor is copied.
+        """
+        if registered.disabled:  # since the step began
+            return
+        if device is not None and isinstance(value, DeferredRow) and is_full((value.tensor.device,), self._error_guard):
+            registered.drop_late()
+            return
+        results = self.together if row is None else self.measured.setdefault(row, {})
+        known = results.get(registered)
+        if known is None and device is None:  # it was checked when it was new
+            results[registered] = value
+            return
+        stage = "keep" if known is None else "merge"  # a first result does not reset the count of failed merges
+
+        def merged(value: Tensor | DeferredRow) -> Tensor | DeferredRow:
+            value = copied_row(value, device) if device is not None else value
+            if isinstance(value, DeferredRow) and registered.subscriber.merge != "last":
+                raise TypeError(
+                    f"measure may return a DeferredRow if merge is 'last', got {registered.subscriber.merge!r}"
+                )
+            return value if known is None else _MERGE[registered.subscriber.merge](known, value)
+
+        if (result := self._error_guard.call_each(registered, stage, merged, (value,))) is not None:
+            results[registered] = result
+
+    def merge(self, other: "Part") -> None:
+        """Add the measurements of another part, and empty that."""
+        self.host.merge(other.host)
+        for device, statistics in other.devices.items():
+            self.on_device(device).merge(statistics)
+        for row, results in ((None, other.together), *other.measured.items()):
+            for registered, value in results.items():
+                self.add_measured(row, registered, value)
+        self.shards |= other.shards
+        self.reductions |= other.reductions
+        other.clear()
+
+    def is_taken(self) -> None:
+        """Handle that everything was taken, and the statistics were emptied."""
+        self.measured, self.together, self.shards, self.reductions = {}, {}, {}, {}
+        self.is_clear = True
+
+    def clear(self, rows: Iterable[int] | None = None) -> None:
+        """Empty some rows, or all."""
+        rows = None if rows is None else list(rows)
+        self.host.clear(rows)
+        for statistics in self.devices.values():
+            statistics.clear(rows)
+        if rows is None:
+            self.is_taken()
+        for row in rows or ():
+            for by_row in (self.measured, self.shards, self.reductions):
+                by_row.pop(row, None)
+
+
+def copied_row(value: Tensor | DeferredRow, device: torch.device) -> Tensor | DeferredRow:
+    """Return a copy in float64, or in float32 on a device without that; raise `TypeError` if it cannot be copied to the host."""
+    if isinstance(value, DeferredRow):
+        if not value.tensor.is_cpu:
+            return value.copied()
+        value = value.row()
+    value = value.detach()
+    if value.is_complex():
+        raise TypeError(f"measure must return real numbers, got {value.dtype}")
+    copy = value.to(widest_float(value), copy=True)
+    if copy.is_cpu:
+        copy.numpy()  # raises for sparse tensors, and for subclasses without data
+    elif type(copy) is not Tensor or copy.device != device:
+        raise TypeError(
+            f"measure must return a Tensor on the host or on {device}, got {type(copy).__name__} on {copy.device}"
+        )
+    return copy
+
+
+class PartPool:
+    """The parts of a recorder that are not in use.
+
+    Parameters
+    ----------
+    error_guard, native
+        See `Part`.
+
+    Attributes
+    ----------
+    error_guard : ErrorGuard
+        Handles errors.
+    """
+
+    def __init__(self, error_guard: ErrorGuard, native: bool) -> None:
+        self.error_guard, self._native = error_guard, native
+        self._imprecise = ImpreciseRows()
+        self._free: list[Part] = []
+
+    def take(self) -> Part:
+        """Return an empty part."""
+        return self._free.pop() if self._free else Part(self.error_guard, self._native, self._imprecise)
+
+    def release(self, parts: Iterable[Part]) -> None:
+        """Empty parts, and keep them for later, so that a step which takes as many gets the same ones in the same order."""
+        for part in reversed([*parts]):
+            if not part.is_clear:
+                part.clear()
+            self._free.append(part)
 
 
 class RankMerge(Protocol):
@@ -448,34 +623,3 @@ def _are_close(value: float, known: float) -> bool:
     """Return what ``np.isclose`` does with a relative tolerance of 1e-5 and equal NaN, which takes 40 µs."""
     are_nan = value != value and known != known
     return are_nan or value == known or abs(value - known) <= 1e-5 * abs(known) < math.inf
-
-
-class StepObserver:
-    """Observes the steps of one exporter; its methods do nothing by default.
-
-    They raise nothing but exceptions that belong to the user.
-    """
-
-    needs_every_step = True
-    """Whether `step_opened`, `model_called` and `loss_called` are needed of steps of which subscribers need the loss alone."""
-
-    def step_opened(self, stamp: Stamp, plan: Plan) -> None:
-        """Handle the beginning of a step, before the first forward."""
-
-    def model_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Handle what the model is called with in a step, borrowed."""
-
-    def loss_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Handle what the loss module is called with in a step, borrowed."""
-
-    def step_passed(self, stamp: Stamp) -> None:
-        """Handle the end of a step that no subscriber samples, so that it has no rows."""
-
-    def steps_passed(self, block: StepLosses) -> None:
-        """Handle steps of which subscribers need the loss alone."""
-
-    def rows_complete(self, rows: Rows, event: NetworkMessage) -> None:
-        """Handle the complete measurements of a training step, before they are delivered to subscribers."""
-
-    def step_delivered(self, stamp: Stamp) -> None:
-        """Handle the end of the delivery, also after an exception."""
