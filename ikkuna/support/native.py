@@ -33,7 +33,9 @@ LIBRARY_BYTES = 1 << 26
 _PACKAGE = Path(__file__).parents[1]
 
 SOURCES = {
-    "kernels": tuple(_PACKAGE / "numerics/statistics/native" / name for name in ("kernels.cpp", "tensors.cpp")),
+    "kernels": tuple(
+        _PACKAGE / "numerics/statistics/native" / name for name in ("kernels.cpp", "histograms.cpp", "tensors.cpp")
+    ),
     "events": (_PACKAGE / "store/events.cpp",),
 }
 """The files of each library that needs no header of torch."""

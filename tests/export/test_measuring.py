@@ -528,7 +528,7 @@ def test_the_lists_of_the_host_are_those_of_a_part_if_kernels_can_read_tensors(c
     if case.recorder.kernels is None:
         assert lists is None
         return
-    assert lists == (case.recorder.kernels, case.recorder.rows.part(2).host)
+    assert lists == (case.recorder.kernels, case.recorder.rows.part(2).host, case.recorder.generator)
     assert case.recorder.rows.part(2).host is not case.recorder.rows.part(0).host
     case.recorder.kernels = SimpleNamespace(reader=None)
     assert case.recorder.host_lists() is None

@@ -15,6 +15,7 @@ from ikkuna.numerics.statistics import histogram
 from ikkuna.numerics.statistics.float_code import bin_edges, codes, sample
 from ikkuna.numerics.statistics.histogram import Histogram, Histograms, together
 from ikkuna.numerics.statistics.host import measure
+from ikkuna.numerics.statistics.native import library
 from ikkuna.numerics.statistics.record import Records, merge, needed_fields
 
 FLOATS = hnp.arrays(np.float32, st.integers(1, 60), elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
@@ -274,6 +275,40 @@ def test_several_histograms_together_give_what_each_gives_alone(sets, finite_onl
         np.testing.assert_equal(
             astuple(replace(several, sum=0.0, sum_squares=0.0)), astuple(replace(one, sum=0.0, sum_squares=0.0))
         )
+
+
+def spread(seed):
+    """Return sets of numbers of many sizes and magnitudes, some of them empty, constant or not finite."""
+    draw = torch.Generator().manual_seed(seed)
+    sets = [torch.randn(n, generator=draw) * 10.0 ** (n % 9 - 4) for n in (1, 2, 7, 100, 3000, 20_000, 70_000)]
+    sets += [torch.zeros(5), -torch.zeros(3), torch.full((4,), 2.5), torch.empty(0), sets[4].relu(), sets[3] + 1e3]
+    sets += [torch.tensor([odd, 1.0, -3.0, 0.0]) for odd in (math.nan, math.inf, -math.inf)]
+    return [*sets, torch.tensor([math.inf, -math.inf, math.nan]), torch.tensor([1e-45, -1e-45, 3.4e38])]
+
+
+@pytest.mark.skipif(library() is None, reason="the native library cannot be built here")
+@pytest.mark.parametrize("are_known", [True, False])
+@pytest.mark.parametrize("m", [1, 3, 7])
+def test_the_native_library_computes_the_same_numbers(m, are_known):
+    alone = [Histogram.of(x, m) for x in spread(m) * (4 if m == 3 else 1)]  # more than a block
+    counts = [h.counts for h in alone]
+    low, high = (np.array([getattr(h, name) for h in alone], np.float64) for name in ("min", "max"))
+    if not are_known:
+        low[::2], high[::3] = math.nan, math.nan
+    native, plain = Histograms(counts, low, high), Histograms(counts, low, high, native=False)
+    q = [0.0, 0.0013, 0.25, 0.5, 0.9, 1.0]
+    for finite_only in (True, False):
+        got, want = native.quantile(q, finite_only), plain.quantile(q, finite_only)
+        np.testing.assert_array_equal(got, want, strict=True)
+    for n in (1, 30, 1000):
+        got, want = (numbers_of(each.tensorboard_buckets(n)) for each in (native, plain))
+        np.testing.assert_array_equal(got, want, strict=True)
+
+
+def numbers_of(buckets):
+    """Return all numbers of buckets; how many there are depends on the numbers."""
+    parts = [[b.min, b.max, b.num, b.sum, b.sum_squares, *b.bucket_limits, *b.bucket_counts] for b in buckets]
+    return np.concatenate(parts)
 
 
 def test_no_element_lies_between_an_extremum_and_the_first_bin_of_a_sample():

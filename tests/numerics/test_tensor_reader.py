@@ -11,7 +11,8 @@ from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.numerics.statistics import FIELDS, HISTOGRAMS, native, needed_fields
-from ikkuna.numerics.statistics.host import HostStatistics
+from ikkuna.numerics.statistics.float_code import WORTH_SAMPLING, add_codes
+from ikkuna.numerics.statistics.host import HostStatistics, ListCounts
 from ikkuna.numerics.statistics.native.kernels import VARIANTS, ListMemory, flags_of
 from ikkuna.numerics.statistics.table import COLUMN
 from ikkuna.support.torch_internals import parallel_for
@@ -317,3 +318,64 @@ def test_an_exporter_publishes_the_same_with_and_without_it(has_reader, monkeypa
             update = (model[3].weight.detach() - weight).norm().item()
             assert values["weight_updates_norm2", "3"] == pytest.approx(update, rel=1e-6)
             assert len(values) == 19
+
+
+def sizes_and_seeds():
+    """Return tensors of which samples are counted, and others, with generators in the same state."""
+    draw = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(n, generator=draw) for n in (WORTH_SAMPLING + 1, 5, WORTH_SAMPLING, 300_000)]
+    tensors += [tensors[0].double(), tensors[3].bfloat16()]
+    return tensors, torch.Generator().manual_seed(7), torch.Generator().manual_seed(7)
+
+
+@pytest.mark.parametrize("names", [("codes",), ("sampled_codes",), ("codes", "sampled_codes")])
+def test_the_codes_of_a_tensor_are_counted_in_the_call_that_measures_it(names):
+    tensors, mine, others = sizes_and_seeds()
+    fields, statistics, known = needed_fields([*names, "min"]), HostStatistics(), {}
+    for x in (*tensors, tensors[0]):
+        assert statistics.try_add(0, x, fields, mine)
+        add_codes(known, x, frozenset(names), others)
+    assert statistics.codes[0].keys() == known.keys()
+    assert all(torch.equal(statistics.codes[0][name], known[name]) for name in names)
+    assert not statistics.try_add(0, torch.ones(3, dtype=torch.int32), fields, mine)
+    assert torch.equal(mine.get_state(), others.get_state())
+
+
+@pytest.mark.parametrize("are_updates", [False, True])
+@pytest.mark.parametrize("name", ["codes", "sampled_codes"])
+def test_the_codes_of_a_list_are_counted_in_the_call_that_measures_it(name, are_updates):
+    """Those of a tensor that is missing, of another kind, or without a histogram are not."""
+    tensors, mine, others = sizes_and_seeds()
+    xs = [x.requires_grad_() for x in tensors] + [torch.eye(3).to_sparse(), None, torch.ones(3)]
+    fields, statistics, count = needed_fields([name, "min"]), HostStatistics(), len(xs)
+    rows, flags = np.arange(count), np.full(count, flags_of(fields), np.int32)
+    sizes = [0 if x is None or x.is_sparse else x.numel() for x in xs]
+    listed = ListCounts([name] * (count - 1) + [None], sizes, rows)
+    memory = ListMemory(count, [0 if x is None or x.is_sparse else x.nbytes for x in xs])
+    room = [np.zeros(x.nbytes, np.uint8) for x in tensors]
+    addresses = statistics.addresses(rows)
+    if are_updates:
+        memory.copy_to(np.array([array.ctypes.data for array in room] + [0] * 3))
+        reader.add_all(xs, np.full(count, -1, np.int32), addresses, memory)
+        befores = [x.detach().clone() for x in tensors]
+        for x in tensors:
+            x.data *= 1.5
+        table = listed.begin([copied or None for copied in memory.is_copied.tolist()], mine)
+        left = reader.add_differences(xs, flags, addresses, memory, table)
+        assert not len(left)
+        wide = [torch.promote_types(x.dtype, torch.float32) for x in tensors]
+        numbers = [x.detach().to(w) - before.to(w) for x, before, w in zip(tensors, befores, wide, strict=True)]
+    else:
+        table = listed.begin(xs, mine)
+        left = reader.add_all(xs, flags, addresses, memory, table)
+        assert left.tolist() == [len(tensors)]
+        numbers = [x.detach() for x in tensors]
+    listed.end(statistics.codes, left.tolist())
+    assert statistics.codes.keys() == set(range(len(tensors)))
+    for i, x in enumerate(numbers):
+        known, plain = {}, HostStatistics()
+        add_codes(known, x, frozenset([name]), others)
+        assert torch.equal(statistics.codes[i][name], known[name])
+        plain.add(0, x, fields)
+        np.testing.assert_array_equal(statistics.values[i], plain.values[0])
+    assert torch.equal(mine.get_state(), others.get_state())

@@ -160,11 +160,14 @@ def add_codes(
 ) -> None:
     """Add the counts of `x` to those of ``codes`` and ``sampled_codes``, if `fields` name them."""
     if "codes" in fields:
-        found = codes(x, native=native)
-        counts["codes"] = counts["codes"] + found if "codes" in counts else found
+        add_counts(counts, "codes", codes(x, native=native))
     if "sampled_codes" in fields:
-        found = sampled_codes(x, generator, native=native)
-        counts["sampled_codes"] = counts["sampled_codes"] + found if "sampled_codes" in counts else found
+        add_counts(counts, "sampled_codes", sampled_codes(x, generator, native=native))
+
+
+def add_counts(counts: dict[str, Any], name: str, found: Any) -> None:
+    """Add a histogram, a Tensor or an array, to those by their names."""
+    counts[name] = counts[name] + found if name in counts else found
 
 
 def merge_codes(counts: dict[int, dict[str, Any]], more: dict[int, dict[str, Any]]) -> None:
@@ -172,7 +175,7 @@ def merge_codes(counts: dict[int, dict[str, Any]], more: dict[int, dict[str, Any
     for row, found in more.items():
         known = counts.setdefault(row, {})
         for name, added in found.items():
-            known[name] = known[name] + added if name in known else added
+            add_counts(known, name, added)
 
 
 def _needs_copy(x: Tensor) -> bool:

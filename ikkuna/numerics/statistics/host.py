@@ -9,6 +9,7 @@ Moments come from sums of powers about 0 if the mean is small beside the deviati
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.numerics.elements import CHUNK, flatten, has_numbers, host_array, pieces, readable, without_repeats
-from ikkuna.numerics.statistics.float_code import add_codes, merge_codes
+from ikkuna.numerics.statistics.float_code import (
+    WORTH_SAMPLING,
+    add_codes,
+    add_counts,
+    draw_seed,
+    half_size,
+    merge_codes,
+)
 from ikkuna.numerics.statistics.native import Library, library
+from ikkuna.numerics.statistics.native.kernels import COUNTED, flags_of
 from ikkuna.numerics.statistics.record import HISTOGRAMS, Record, needed_fields, record_of
 from ikkuna.numerics.statistics.table import COLUMNS, EMPTY, Values, empty_rows, merge_rows, repeat_rows, row_of
 
@@ -155,6 +164,57 @@ def _of_finite(x: _Array, fields: frozenset[str]) -> _Found:
 _COUNTED = HISTOGRAMS | {"n"}
 _ROW_BYTES = 8 * len(COLUMNS)
 _FIRST_CAPACITY = 64
+_CODES = 2 * half_size(3)
+_ALL = 1 << 62
+
+
+@cache
+def counted_field(fields: frozenset[str]) -> str | None:
+    """Return the histogram of `fields` that a kernel counts where it measures others of `fields`; ``None`` if there is none."""
+    found = None if fields <= _COUNTED else sorted(fields & HISTOGRAMS)[-1:]
+    return found[0] if found else None
+
+
+class ListCounts:
+    """The histograms of a list of tensors, counted by the kernel that measures the list.
+
+    Parameters
+    ----------
+    fields : sequence of str or None
+        The histogram of each tensor, if there is one.
+    sizes : sequence of int
+        The numbers of elements.
+    rows : array of int64
+        The numbers of the rows.
+    """
+
+    def __init__(self, fields: Sequence[str | None], sizes: Sequence[int], rows: NDArray[np.int64]) -> None:
+        self._fields = [(i, int(rows[i]), name) for i, name in enumerate(fields) if name is not None]
+        self._sampled = [i for i, _, name in self._fields if name == "sampled_codes" and sizes[i] > WORTH_SAMPLING]
+        self._table = np.zeros((len(sizes), 2), np.int64)
+        self._open: list[tuple[int, int, str]] = []
+        self._counts = torch.empty(0, device="cpu")
+
+    def begin(self, tensors: Sequence[object], generator: torch.Generator) -> NDArray[np.int64] | None:
+        """Reserve memory and draw seeds for tensors that are not ``None``; return the table of the kernel, if there are any."""
+        self._open = [each for each in self._fields if tensors[each[0]] is not None]
+        if not self._open:
+            return None
+        self._counts = torch.empty((len(self._open), _CODES), dtype=torch.int64, device="cpu")
+        self._table[:] = 0, -1
+        for number, (i, *_) in enumerate(self._open):
+            self._table[i, 0] = self._counts.data_ptr() + 8 * _CODES * number
+        for i in self._sampled:
+            if self._table[i, 0]:
+                self._table[i, 1] = draw_seed(generator)
+        return self._table
+
+    def end(self, codes: dict[int, dict[str, Tensor]], left: Sequence[int]) -> None:
+        """Add the counts to the histograms of the rows, apart from those of tensors that the kernel has `left`."""
+        for (i, row, name), counts in zip(self._open, self._counts, strict=True):
+            if i not in left:
+                add_counts(codes.setdefault(row, {}), name, counts)
+        self._open, self._counts = [], self._counts[:0].clone()
 
 
 class HostStatistics:
@@ -243,13 +303,11 @@ class HostStatistics:
         bool
             ``False`` for a tensor without numbers (meta, fake, nested), which is not added.
         """
-        kernels = self.kernels
-        is_counted = weight != 1 or fields <= _COUNTED
-        if kernels is not None and not is_counted and kernels.try_add(x, fields, self.address(row)):
-            pass
-        elif not has_numbers(x):
+        if type(weight) is int and weight == 1 and not fields <= _COUNTED and self.try_add(row, x, fields, generator):
+            return True
+        if not has_numbers(x):
             return False
-        elif x.numel():
+        if x.numel():
             few, times = without_repeats(x)
             weight = float(weight) * times
             is_one_number = type(few) is Tensor and few.numel() == 1 and few.is_floating_point()
@@ -261,6 +319,25 @@ class HostStatistics:
                 self._add_flat(row, *read, fields, weight)
         if not fields.isdisjoint(HISTOGRAMS):
             add_codes(self.codes.setdefault(row, {}), x, fields, generator, native=self.kernels is not None)
+        return True
+
+    def try_add(self, row: int, x: Tensor, fields: frozenset[str], generator: torch.Generator | None = None) -> bool:
+        """Add a tensor with kernels and few checks; it may be attached to a graph.  Return whether that was done."""
+        kernels = self.kernels
+        if kernels is None or fields.isdisjoint(HISTOGRAMS):
+            return kernels is not None and kernels.try_add(x, fields, self.address(row))
+        if kernels.reader is None or (name := counted_field(fields)) is None:
+            return False
+        counts = torch.empty(_CODES, dtype=torch.int64, device="cpu")
+        most = WORTH_SAMPLING if name == "sampled_codes" else _ALL
+        done = kernels.reader.add(x, flags_of(fields), self.address(row), counts.data_ptr(), most)
+        if not done:
+            return False
+        if not done & COUNTED:
+            kernels.sampled_codes(x, 3, counts, draw_seed(generator))
+        add_counts(known := self.codes.setdefault(row, {}), name, counts)
+        if len(fields & HISTOGRAMS) > 1:
+            add_codes(known, x, fields - {name}, generator)
         return True
 
     def _add_flat(self, row: int, x: Tensor, implied_zeros: int, fields: frozenset[str], weight: float) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ikkuna.distributed.dtensor import distribute_like, divided, is_distributed, local_tensor
 from ikkuna.numerics.elements import has_numbers
 from ikkuna.numerics.statistics import HISTOGRAMS
-from ikkuna.numerics.statistics.host import HostStatistics
+from ikkuna.numerics.statistics.host import HostStatistics, ListCounts, counted_field
 from ikkuna.numerics.statistics.native.kernels import NOTHING, PYTHON, READABLE, Library, ListMemory, flags_of
 from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.rows.plan import Key, Plan, RowIndex, Site, Task
@@ -34,7 +34,7 @@ _KEPT_STEPS = 100
 Wanted = Mapping[int, Key]
 """By the id of a parameter, the site and path of one of its tensors, if that is wanted."""
 
-_Host = tuple[Library, HostStatistics]
+_Host = tuple[Library, HostStatistics, torch.Generator]
 T = TypeVar("T")
 
 
@@ -81,19 +81,19 @@ class _RowAddresses:
 
     Parameters
     ----------
-    rows : array of int64
+    numbers : array of int64
         Their numbers.
     """
 
-    def __init__(self, rows: NDArray[np.int64]) -> None:
-        self._rows = rows
+    def __init__(self, numbers: NDArray[np.int64]) -> None:
+        self.numbers = numbers
         self._table: object = None  # the last one, which is kept, so that no other table gets its memory
-        self._addresses = rows
+        self._addresses = numbers
 
     def addresses(self, statistics: HostStatistics) -> NDArray[np.int64]:
         """Return the addresses of the rows in the table of `statistics`, which a step mostly shares with the one before."""
         if statistics.values is not self._table:
-            self._addresses = statistics.addresses(self._rows)
+            self._addresses = statistics.addresses(self.numbers)
             self._table = statistics.values
         return self._addresses
 
@@ -151,11 +151,14 @@ class ParameterList:
         self._is_native = bool(is_native.any())
         tasks = [None if key is None else plan.task(key[0].kind, key[0].module) for key in self.keys]
         self.with_measurers = [i for i, task in enumerate(tasks) if task is not None and task.measurers]
+        counts = [x.numel() if native else 0 for x, native in zip(self.parameters, is_native, strict=True)]
         self._rows, self._flags = _of_keys(index, self.keys, map(_flags_of_tensor, tasks))
+        self._counts = ListCounts([*map(_counted, tasks, self._flags)], counts, self._rows.numbers)
         after = [updates[key] if key in self.updated else None for key in ids]
         self._is_updated = np.array([key is not None for key in after], np.bool_)
         tasks = [None if key is None else plan.task(key[0].kind, key[0].module) for key in after]
         self._update_rows, self._update_flags = _of_keys(index, after, map(_flags_of_update, tasks))
+        self._update_counts = ListCounts([*map(_counted, tasks, self._update_flags)], counts, self._update_rows.numbers)
         is_copied = self._is_updated & is_native & (self._update_flags >= 0)
         sizes = [x.nbytes if copied else 0 for x, copied in zip(self.parameters, is_copied, strict=True)]
         self._memory = ListMemory(len(ids), sizes if self.updated else None)
@@ -169,10 +172,13 @@ class ParameterList:
         """Measure the tensors, and copy them if `take` has found memory; return the positions of those that are left."""
         if host is None or not self._is_native:
             return [i for i, key in enumerate(self.keys) if key is not None and tensors[i] is not None]
-        kernels, statistics = host
+        kernels, statistics, generator = host
         assert kernels.reader is not None
-        addresses = self._rows.addresses(statistics)
-        left: list[int] = kernels.reader.add_all(list(tensors), self._flags, addresses, self._memory).tolist()
+        addresses, given = self._rows.addresses(statistics), list(tensors)
+        table = self._counts.begin(given, generator)
+        left: list[int] = kernels.reader.add_all(given, self._flags, addresses, self._memory, table).tolist()
+        if table is not None:
+            self._counts.end(statistics.codes, left)
         return left
 
     def take(self, memory: CopyMemory) -> None:
@@ -202,10 +208,13 @@ class ParameterList:
         """
         if self._buffer is None:
             return 0
-        kernels, statistics = host
+        kernels, statistics, generator = host
         assert kernels.reader is not None
-        addresses = self._update_rows.addresses(statistics)
-        left = kernels.reader.add_differences(self.parameters, self._update_flags, addresses, self._memory)
+        addresses, is_copied = self._update_rows.addresses(statistics), self._memory.is_copied.tolist()
+        table = self._update_counts.begin([copied or None for copied in is_copied], generator)
+        left = kernels.reader.add_differences(self.parameters, self._update_flags, addresses, self._memory, table)
+        if table is not None:
+            self._update_counts.end(statistics.codes, left.tolist())
         self.drop()
         return len(left)
 
@@ -237,14 +246,26 @@ def _flags_of_tensor(task: Task | None) -> int:
         return NOTHING
     if not task.fields:
         return READABLE
-    return flags_of(task.fields) if task.fields.isdisjoint(HISTOGRAMS) else PYTHON
+    return _flags_of(task.fields)
 
 
 def _flags_of_update(task: Task | None) -> int:
     """Return what the kernels measure of a difference, of which there is no tensor that subscribers could measure."""
     if task is None:
         return NOTHING
-    return flags_of(task.fields) if task.is_plain else PYTHON
+    return PYTHON if task.measurers else _flags_of(task.fields)
+
+
+def _flags_of(fields: frozenset[str]) -> int:
+    """Return what the kernels measure, beside at most one histogram."""
+    histograms = fields & HISTOGRAMS
+    is_counted = not histograms or (len(histograms) == 1 and counted_field(fields) is not None)
+    return flags_of(fields) if is_counted else PYTHON
+
+
+def _counted(task: Task | None, flags: int) -> str | None:
+    """Return the histogram that the kernels count of a tensor."""
+    return None if task is None or flags < 0 else counted_field(task.fields)
 
 
 class _OfPlan:

@@ -61,6 +61,8 @@ class Recorder:
         The row of each site and path.
     unreadable : set of Key
         The site and path of tensors that have no numbers to read.
+    generator : Generator
+        Our own source of randomness, for samples.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Recorder:
         self.index = RowIndex()
         self._selections = Selections(self.index)
         self._pool = PartPool(error_guard, native)
-        self._generator = torch.Generator("cpu").manual_seed(0)
+        self.generator = torch.Generator("cpu").manual_seed(0)
         self._warned: set[Registered] = set()
 
     def open(self, stamp: Stamp, plan: Plan) -> None:
@@ -149,9 +151,8 @@ class Recorder:
     def _receive_plain(self, rows: Rows, part: int, site: Site, tensor: Tensor, path: str, task: Task) -> bool:
         """Measure a tensor by shared statistics with few checks; return whether that was done."""
         if tensor.is_cpu:
-            if not task.is_plain or (kernels := self.kernels) is None:
-                return False
-            return kernels.try_add(tensor, task.fields, rows.part(part).host.address(self.index.row(site, path)))
+            host, row = rows.part(part).host, self.index.row(site, path)
+            return host.try_add(row, tensor, task.fields, self.generator)
         return not tensor.is_meta and self._receive_on_device(rows.part(part), site, tensor, path, task)
 
     def _receive_on_device(self, part: Part, site: Site, tensor: Tensor, path: str, task: Task) -> bool:
@@ -260,11 +261,11 @@ class Recorder:
         for x in xs if has_copies else ():
             copies.pop(id(x), None)
 
-    def host_lists(self, part: int = 0) -> "tuple[Library, HostStatistics] | None":
-        """Return what lists of tensors of the host are measured with and into; ``None`` if that is not possible."""
+    def host_lists(self, part: int = 0) -> "tuple[Library, HostStatistics, torch.Generator] | None":
+        """Return what lists of tensors of the host are measured with and into, and the source of samples, if possible."""
         if self.rows is None or self.kernels is None or self.kernels.reader is None:
             return None
-        return self.kernels, self.rows.part(part).host
+        return self.kernels, self.rows.part(part).host, self.generator
 
     def _list_key(self, site: Site, tensor: Tensor) -> "_ListKey | None":
         """Return what the tensors of a list have in common; ``None`` for a tensor that is measured alone."""
@@ -365,7 +366,7 @@ class Recorder:
 
     def _source(self, fields: frozenset[str]) -> torch.Generator | None:
         """Return our own source of randomness if `fields` need one."""
-        return self._generator if "sampled_codes" in fields else None
+        return self.generator if "sampled_codes" in fields else None
 
     def _measure_all(self, target: "_Target", measurers: Iterable[Registered], tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:

@@ -66,15 +66,19 @@ enum { FLOAT32, FLOAT64, BFLOAT16 };
 constexpr int64_t BYTES[] = {4, 8, 2};
 
 // Numbers to measure; `other` is where they are copied to, or what is subtracted from them; `wanted` is -1 for a copy alone.
+// If `counts` is not null, their codes are counted there: those of a sample, unless `seed` is negative.
 struct Job {
     const void *numbers;
     void *other;
     int64_t n;
     int dtype, wanted;
     Record *row;
+    int64_t *counts = nullptr, seed = -1;
     bool is_large = false;  // whether its copy is one of many bytes
 };
 
+float widened(float x) { return x; }
+double widened(double x) { return x; }
 float widened(uint16_t bfloat16) {
     const uint32_t bits = static_cast<uint32_t>(bfloat16) << 16;
     float value;
@@ -150,17 +154,28 @@ void tally(int64_t *counts, int64_t half, int64_t n, Code code) {
     for (; i < n; i++) zero[code(i) * LANES + i % LANES]++;
 }
 
-// Count sign, exponent and 23 - shift bits of the mantissa of each of at most FULL numbers.
+// Differences of numbers, rounded as those of two tensors.
 template <class T>
-void codes_of_some(const T *x, int64_t n, int shift, int64_t *counts, int64_t half) {
+struct Differences {
+    const T *x, *y;
+    auto operator[](int64_t i) const { return widened(x[i]) - widened(y[i]); }
+    Differences operator+(int64_t i) const { return {x + i, y + i}; }
+};
+
+template <class T> void prefetch(const T *x) { __builtin_prefetch(x, 0, 2); }
+template <class T> void prefetch(const Differences<T> &d) { prefetch(d.x), prefetch(d.y); }
+
+// Count sign, exponent and 23 - shift bits of the mantissa of each of at most FULL numbers.
+template <class Numbers>
+void codes_of_some(Numbers x, int64_t n, int shift, int64_t *counts, int64_t half) {
     begin(counts, half);
     tally(counts, half, n, [=](int64_t i) { return static_cast<int64_t>(bits(x[i]) >> shift); });
     active->finish(counts, half);
 }
 
 // The same for any n.
-template <class T>
-void codes(const T *x, int64_t n, int shift, int64_t *counts, int64_t half) {
+template <class Numbers>
+void codes(Numbers x, int64_t n, int shift, int64_t *counts, int64_t half) {
     codes_of_some(x, n < FULL ? n : FULL, shift, counts, half);
     if (n <= FULL) return;
     std::vector<int64_t> more(2 * half);
@@ -171,13 +186,13 @@ void codes(const T *x, int64_t n, int shift, int64_t *counts, int64_t half) {
 }
 
 // The same for one random number out of each of 2^16 equal parts, which represents its part.
-template <class T>
-void sampled_codes(const T *x, int64_t n, int shift, int64_t *counts, int64_t half, uint32_t seed) {
+template <class Numbers>
+void sampled_codes(Numbers x, int64_t n, int shift, int64_t *counts, int64_t half, uint32_t seed) {
     int64_t at[DRAWN];
     begin(counts, half);
     for (int64_t first = 0; first < PARTS; first += DRAWN) {
         active->draw(at, first, n, seed);
-        if (n > FAR) for (const int64_t i : at) __builtin_prefetch(x + i, 0, 2);
+        if (n > FAR) for (const int64_t i : at) prefetch(x + i);
         tally(counts, half, DRAWN, [&](int64_t i) { return static_cast<int64_t>(bits(x[at[i]]) >> shift); });
     }
     active->finish(counts, half);
@@ -187,6 +202,29 @@ void sampled_codes(const T *x, int64_t n, int shift, int64_t *counts, int64_t ha
 
 void measure_job(const Job &job) { active->measure(job); }
 void subtract_job(const Job &job) { active->subtract(job); }
+
+template <class Numbers>
+void count_numbers(const Job &job, Numbers x) {
+    constexpr int SHIFT = 20;  // three bits of the mantissa
+    constexpr int64_t HALF = 256 << 3;
+    if (job.seed < 0) codes(x, job.n, SHIFT, job.counts, HALF);
+    else sampled_codes(x, job.n, SHIFT, job.counts, HALF, static_cast<uint32_t>(job.seed));
+}
+
+template <class T>
+void count_as(const Job &job, bool is_difference) {
+    const T *const x = static_cast<const T *>(job.numbers), *const y = static_cast<const T *>(job.other);
+    if (is_difference) count_numbers(job, Differences<T>{x, y});
+    else count_numbers(job, x);
+}
+
+// Count the codes of a job, or of a difference, if that is wanted.
+void count_job(const Job &job, bool is_difference) {
+    if (!job.counts) return;
+    if (job.dtype == FLOAT32) count_as<float>(job, is_difference);
+    else if (job.dtype == FLOAT64) count_as<double>(job, is_difference);
+    else count_as<uint16_t>(job, is_difference);
+}
 
 }  // namespace
 

@@ -29,6 +29,8 @@ _Flags = NDArray[np.int32]
 _Rows = NDArray[np.int64]
 _OBJECT, _ADDRESS, _INTEGER = ctypes.py_object, ctypes.c_void_p, ctypes.c_int64
 _MEASURED, _COPIED = 1, 2
+COUNTED = 4
+"""What `TensorReader.add` returns beside others if it has counted the codes."""
 
 
 class TensorReader:
@@ -59,9 +61,9 @@ class TensorReader:
         except AttributeError as error:
             raise RuntimeError(f"the native library has no such function: {error}") from error
         set_up.argtypes, set_up.restype = (_ADDRESS, _ADDRESS), ctypes.c_int
-        self._one.argtypes, self._one.restype = (_OBJECT, ctypes.c_int, _ADDRESS), ctypes.c_int
-        self._many.argtypes, self._many.restype = (_OBJECT, _INTEGER, *[_ADDRESS] * 5), None
-        self._differences.argtypes, self._differences.restype = (_OBJECT, _INTEGER, *[_ADDRESS] * 5), None
+        self._one.argtypes, self._one.restype = (_OBJECT, ctypes.c_int, _ADDRESS, _ADDRESS, _INTEGER), ctypes.c_int
+        self._many.argtypes, self._many.restype = (_OBJECT, _INTEGER, *[_ADDRESS] * 6), None
+        self._differences.argtypes, self._differences.restype = (_OBJECT, _INTEGER, *[_ADDRESS] * 6), None
         row, x = np.zeros(64), torch.arange(12.0, device="cpu").reshape(3, 4)
         if not set_up(ctypes.addressof(self._table), ctypes.addressof(self._functions)):
             raise RuntimeError("the interpreter does not export its functions")
@@ -69,14 +71,16 @@ class TensorReader:
         if not is_read or row[COLUMN["n"]] != 8 or row[COLUMN["sumsq"]] != 492:
             raise RuntimeError("the native library cannot read tensors")
 
-    def add(self, x: Tensor, flags: int, row: int) -> bool:
-        """Add the statistics of a tensor to the row at an address.
+    def add(self, x: Tensor, flags: int, row: int, counts: int | None = None, most_counted: int = -1) -> int:
+        """Add the statistics of a tensor to the row at an address, and count its codes if it has at most `most_counted` elements.
 
-        Returns ``False`` if the tensor cannot be read here.
+        Returns 0 if the tensor cannot be read here; otherwise the bit `COUNTED` is set if the counts are at the address `counts`.
         """
-        return bool(self._one(x, flags, row))
+        return int(self._one(x, flags, row, counts, most_counted))
 
-    def add_all(self, tensors: list[Any], flags: _Flags, rows: _Rows, memory: "ListMemory") -> NDArray[np.intp]:
+    def add_all(
+        self, tensors: list[Any], flags: _Flags, rows: _Rows, memory: "ListMemory", counted: _Rows | None = None
+    ) -> NDArray[np.intp]:
         """Add the statistics of tensors to different rows; return the positions of those that are left to Python.
 
         Parameters
@@ -89,19 +93,25 @@ class TensorReader:
             The addresses of their rows.
         memory : ListMemory
             What is known of the list from earlier calls.  If it has places for copies, the tensors are copied as well.
+        counted : array of int64, optional
+            ``(tensors, 2)``, where the codes of each are counted, or 0, and the seed of its sample; -1 to count all elements.
         """
-        self._many(tensors, len(tensors), flags.ctypes.data, rows.ctypes.data, *memory.addresses)
+        places = None if counted is None else counted.ctypes.data
+        self._many(tensors, len(tensors), flags.ctypes.data, rows.ctypes.data, places, *memory.addresses)
         is_left: NDArray[np.bool_] = ((memory.done & _MEASURED) == 0) & (flags != NOTHING)
         return is_left.nonzero()[0]
 
-    def add_differences(self, tensors: list[Any], flags: _Flags, rows: _Rows, memory: "ListMemory") -> NDArray[np.intp]:
+    def add_differences(
+        self, tensors: list[Any], flags: _Flags, rows: _Rows, memory: "ListMemory", counted: _Rows | None = None
+    ) -> NDArray[np.intp]:
         """Add the statistics of the differences of tensors and their copies, which `add_all` has made, to rows.
 
         Returns the positions of those that are not what they were when they were copied.
         """
         assert memory.copies is not None
         is_copied = memory.is_copied
-        self._differences(tensors, len(tensors), flags.ctypes.data, rows.ctypes.data, *memory.addresses)
+        places = None if counted is None else counted.ctypes.data
+        self._differences(tensors, len(tensors), flags.ctypes.data, rows.ctypes.data, places, *memory.addresses)
         is_lost: NDArray[np.bool_] = is_copied & (memory.done == 0)
         return is_lost.nonzero()[0]
 
@@ -204,6 +214,9 @@ class Library:
         self._bit_sum = typed_function(
             kernels, "bit_sum_of_words", (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int), ctypes.c_int64
         )
+        self.quantiles = typed_function(kernels, "quantiles", (*[_ADDRESS] * 2, _INTEGER, _ADDRESS), ctypes.c_int)
+        self.buckets = typed_function(kernels, "buckets", (*[_ADDRESS] * 2, _INTEGER, *[_ADDRESS] * 5), ctypes.c_int)
+        self.weigh = typed_function(kernels, "weigh", (_ADDRESS,) * 4)
         typed_function(kernels, "set_parallel_for", (ctypes.c_void_p,))(parallel_for())
         self._use_vectors = typed_function(kernels, "use_vectors", (ctypes.c_int,), ctypes.c_int)
         wanted = os.environ.get("IKKUNA_KERNELS")

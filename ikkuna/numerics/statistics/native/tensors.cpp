@@ -164,19 +164,23 @@ struct Unlocked {  // lets other threads of Python run, if it takes long enough
     }
 };
 
-void measure_view(const View &view, int wanted, void *row) {
-    const Unlocked unlocked(view.n);
-    run(Job{view.data, nullptr, view.n, view.dtype, wanted, static_cast<Record *>(row)}, measure_job);
+// Measure and count one tensor, or a difference.
+void run_one(const Job &job, bool is_difference) {
+    run(job, is_difference ? subtract_job : measure_job);
+    count_job(job, is_difference);
 }
 
 // Do jobs for the tensors of a list.
-template <class Do>
-void run_list(const std::vector<Job> &jobs, Do do_one) {
+void run_list(const std::vector<Job> &jobs, bool is_difference) {
     int64_t n = 0;
     for (const Job &job : jobs) n += job.n;
     const Unlocked unlocked(n);
-    if (n > LONG) run(jobs, do_one);
-    else for (const Job &job : jobs) run_alone(job, do_one);
+    if (n > LONG) {
+        run(jobs, is_difference ? subtract_job : measure_job);
+        for_each(static_cast<int64_t>(jobs.size()), [&](int64_t i) { count_job(jobs[i], is_difference); });
+    } else {
+        for (const Job &job : jobs) run_one(job, is_difference);
+    }
 }
 
 // A copy of a tensor, its size in bytes, and what the tensor must still be for a difference.  A tensor with another dtype than when the
@@ -197,26 +201,36 @@ extern "C" int set_up(const void *objects, const void *functions) {
            PyEval_RestoreThread;
 }
 
-// Add the statistics of a tensor to a row; return whether that was done.
-extern "C" int measure_tensor(PyObject *x, int wanted, void *row) {
+enum Done { MEASURED = 1, COPIED = 2, COUNTED = 4 };
+
+// Add the statistics of a tensor to a row, and overwrite `counts` with those of its codes if it has at most `most_counted` elements.
+// Return what was done.
+extern "C" int measure_tensor(PyObject *x, int wanted, void *row, void *counts, int64_t most_counted) {
     View view;
     if (!look(x, view, nullptr)) return 0;
-    measure_view(view, wanted, row);
-    return 1;
+    const bool is_counted = view.n <= most_counted;
+    const Unlocked unlocked(view.n);
+    int64_t *const counted = is_counted ? static_cast<int64_t *>(counts) : nullptr;
+    run_one(Job{view.data, nullptr, view.n, view.dtype, wanted, static_cast<Record *>(row), counted}, false);
+    return is_counted ? MEASURED | COUNTED : MEASURED;
 }
 
 constexpr int64_t LARGE = 1 << 21;  // bytes that caches would hardly keep until the differences are measured
 
-enum Done { MEASURED = 1, COPIED = 2 };
+// Where the codes of the tensors of a list are counted, or null, and the seeds of those that are sampled, else -1.
+struct Counted {
+    int64_t *counts, seed;
+};
 constexpr int32_t READABLE = -3;  // in place of what to measure: that the tensor can be read is enough
 
 // The same for a list of tensors and the different rows at these addresses; what is None counts as measured.
 // `known` is the memory of this function for the next call with the same tensors, all zeros at first.
 // If `copies` is not null, tensors with a `data` of just their size there are copied if they require gradients and their
-// differences can be measured; `wanted` may then be -1.
-extern "C" void measure_tensors(PyObject *tensors, int64_t count, const int32_t *wanted, void *const *rows, void *known,
-                                void *copies, uint8_t *done) {
+// differences can be measured; `wanted` may then be -1.  If `counted` is not null, the codes of those that are measured are counted.
+extern "C" void measure_tensors(PyObject *tensors, int64_t count, const int32_t *wanted, void *const *rows, const void *counted,
+                                void *known, void *copies, uint8_t *done) {
     Known *const each = static_cast<Known *>(known);
+    const Counted *const counting = static_cast<const Counted *>(counted);
     std::vector<Job> jobs;
     const bool has_room = reserve(jobs, count);
     int64_t copied = 0;
@@ -234,19 +248,21 @@ extern "C" void measure_tensors(PyObject *tensors, int64_t count, const int32_t 
         }
         if (wanted[i] >= 0 || wanted[i] == READABLE) done[i] |= MEASURED;
         if (wanted[i] < 0 && !is_copied) continue;
-        const Job job{view.data, is_copied ? copy->data : nullptr, view.n, view.dtype, wanted[i], static_cast<Record *>(rows[i])};
+        Job job{view.data, is_copied ? copy->data : nullptr, view.n, view.dtype, wanted[i], static_cast<Record *>(rows[i])};
+        if (counting && wanted[i] >= 0) job.counts = counting[i].counts, job.seed = counting[i].seed;
         if (has_room) jobs.push_back(job);
-        else run_alone(job, measure_job);
+        else run_one(job, false);
         if (is_copied) copied += job.n * BYTES[job.dtype];
     }
     for (Job &job : jobs) job.is_large = copied > LARGE;
-    run_list(jobs, measure_job);
+    run_list(jobs, false);
 }
 
 // The same for the differences of tensors and their copies; a tensor without a copy counts as measured.
-extern "C" void measure_differences(PyObject *tensors, int64_t count, const int32_t *wanted, void *const *rows, void *known,
-                                    const void *copies, uint8_t *done) {
+extern "C" void measure_differences(PyObject *tensors, int64_t count, const int32_t *wanted, void *const *rows, const void *counted,
+                                    void *known, const void *copies, uint8_t *done) {
     Known *const each = static_cast<Known *>(known);
+    const Counted *const counting = static_cast<const Counted *>(counted);
     std::vector<Job> jobs;
     const bool has_room = reserve(jobs, count);
     for (int64_t i = 0; i < count; i++) {
@@ -257,10 +273,11 @@ extern "C" void measure_differences(PyObject *tensors, int64_t count, const int3
         done[i] = look(x, view, each + i) && view.n * int64_t(BYTES[view.dtype]) == copy.bytes && view.dtype == copy.dtype && view.order == copy.order &&
                   view.shape == copy.shape ? MEASURED : 0;
         if (!done[i]) continue;
-        const Job job{view.data, copy.data, view.n, view.dtype, wanted[i], static_cast<Record *>(rows[i])};
+        Job job{view.data, copy.data, view.n, view.dtype, wanted[i], static_cast<Record *>(rows[i])};
+        if (counting) job.counts = counting[i].counts, job.seed = counting[i].seed;
         if (has_room) jobs.push_back(job);
-        else run_alone(job, subtract_job);
+        else run_one(job, true);
     }
-    run_list(jobs, subtract_job);
+    run_list(jobs, true);
 }
 #endif
