@@ -1,4 +1,4 @@
-"""``python -m tests.real_models [NAME ...]``: train the model classes whose results are missing, and store them.
+"""``python -m tests.real_models [NAME ...]``: train the model classes whose results are missing or older than the code, and store them.
 
 An interrupted run continues where it was.  With names, these models are trained again.
 """
@@ -13,6 +13,7 @@ import torch
 
 from tests.real_models.table import MODELS
 from tests.real_models.training import check
+from tests.trial.__main__ import digest
 
 RESULTS = Path(__file__).with_name("results.json")
 
@@ -21,8 +22,10 @@ def main(names):
     """Train models, and return the exit status: whether one of them failed."""
     torch.set_num_threads(1)
     stored = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    failed = 0
-    for name in names or [name for name in MODELS if stored.get(name, {}).get("wrong", True)]:
+    failed, code = 0, digest()
+    for name in names or [
+        name for name in MODELS if (known := stored.get(name, {})).get("wrong", True) or known.get("code") != code
+    ]:
         began = time.process_time()
         wrong = _wrong(name)
         if wrong is not None:
@@ -30,6 +33,7 @@ def main(names):
                 "class": "" if wrong else _kind(name),
                 "wrong": wrong,
                 "seconds": round(time.process_time() - began, 1),
+                "code": code,
             }
             stored = {each: stored[each] for each in MODELS if each in stored}
             RESULTS.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")

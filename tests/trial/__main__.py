@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def digest():
-    """Return a digest of the code that is tried."""
+    """Return a digest of the code that is tried, with that in C++."""
     found = hashlib.sha256()
     for folder in ("ikkuna", "subscribers/ikkuna_subscribers", "tests/trial", "tests/real_models"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
+        for path in sorted(path for ending in ("py", "cpp", "h") for path in (ROOT / folder).rglob(f"*.{ending}")):
             found.update(path.read_bytes())
     return found.hexdigest()[:16]
 

@@ -147,7 +147,7 @@ def dqn_with_a_copied_target():
     return q_learning(Online(mlp(4, 32, 2)), True, 10)
 
 
-@program(layers=False)
+@program(layers=False, judged={"no_gradient": "true: the target still requires gradients, and gets none"})
 def dqn_with_an_averaged_target():
     """DQN whose target follows by Polyak averaging, and still requires gradients."""
     return q_learning(Online(mlp(4, 32, 2)), False)
