@@ -1,4 +1,4 @@
-"""``python -m tests.real_models [NAME ...]``: train the model classes whose results are missing or older than the code, and store them.
+"""``python -m tests.real_models [NAME ...]``: train models whose results are missing or older than the code.
 
 An interrupted run continues where it was.  With names, these models are trained again.
 """
