@@ -131,8 +131,8 @@ class RuleSubscriber(Subscriber):
         Called with each new finding on rank 0; its exceptions are logged.
     stop : {'info', 'warning', 'error'}, optional
         The least severity of a finding that raises `StopTraining` at the end of the step.
-    facts : Subscription
-        The steps at which facts that rarely change are read.
+    facts : Subscription, optional
+        The steps at which facts that rarely change are read; by default every tenth.
     loss_every : int
         The number of steps between two values of the series that have one in every step.
         It sets the thresholds of rules apart from what is sampled: a loss between two of them is only judged as a spike.
@@ -160,7 +160,7 @@ class RuleSubscriber(Subscriber):
         *,
         on_finding: OnFinding | None = None,
         stop: str | None = None,
-        facts: Subscription,
+        facts: Subscription | None = None,
         loss_every: int = 1,
         mute: frozenset[str] = frozenset(),
         **options: Any,
@@ -170,7 +170,7 @@ class RuleSubscriber(Subscriber):
         self._on_finding = on_finding
         self._told: dict[tuple[str, str | None], str] = {}
         self._stopping = SEVERITIES[SEVERITIES.index(stop) :] if stop else ()
-        self._facts = facts
+        self._facts = facts = facts or Subscription("batch_finished", subsample=10)
         # training stops at the end of the judged step
         self.needs_steps = facts.sampled(subsample=loss_every) if stop else facts
         self._samples = self.subscription.sampled(subsample=loss_every).samples

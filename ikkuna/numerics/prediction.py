@@ -379,7 +379,7 @@ def is_of_constructor(weight: Tensor) -> bool:
     Examples
     --------
     >>> _, layer = torch.manual_seed(0), torch.nn.Linear(64, 10)
-    >>> is_of_constructor(layer.weight), is_of_constructor(0.9 * layer.weight), is_of_constructor(layer.weight + 0.01)
+    >>> is_of_constructor(layer.weight), is_of_constructor(0.5 * layer.weight), is_of_constructor(layer.weight + 0.01)
     (True, False, False)
     """
     values = weight.detach().flatten()[:_MOST_SAMPLED].cpu().double()

@@ -98,7 +98,8 @@ def test_batches_with_a_nan_give_the_same_values_as_single_messages(name):
 
 
 def test_a_tensor_without_counts_has_no_percentile_and_stops_no_other_metric(monkeypatch):
-    monkeypatch.setattr("ikkuna.numerics.statistics.host.add_codes", lambda *arguments, **options: None)
+    for name in ("add_codes", "add_counts"):
+        monkeypatch.setattr(f"ikkuna.numerics.statistics.host.{name}", lambda *arguments, **options: None)
     percentiles, norms, histograms = RecordingBackend(), RecordingBackend(), RecordingBackend()
     health = run(
         subscriber.PercentileSubscriber("weights", percentiles=50, backend=percentiles),
