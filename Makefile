@@ -70,7 +70,7 @@ check: .venv/installed-check
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: .venv/installed-docs
+docs: .venv/installed-test
 	$(BIN)/python -m sphinx -q -n -W -b html sphinx/source sphinx/build
 
 bench: .venv/installed
