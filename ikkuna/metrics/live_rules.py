@@ -252,7 +252,7 @@ class RuleSubscriber(Subscriber):
         for stamp, loss, rates in zip(block.stamps(), block.losses, block.rates, strict=False):
             self._add_loss(stamp, loss)
             if self._reads(stamp):
-                self._add_groups(stamp, {"learning_rates": dict(zip(block.names, rates, strict=True))})
+                self._add_groups(stamp.global_step, dict(zip(block.names, rates, strict=True)), {})
             self._end_step(stamp, is_stored=False)
         self._store_steps(stamp)
 
@@ -277,9 +277,13 @@ class RuleSubscriber(Subscriber):
             skipped = float(message.skipped)
             self.judge.defer("step_skipped", None, message.global_step, skipped)
             self._keep(_SKIPPED, np.array([skipped]), message.global_step)
-        if not message.skipped:
-            self._add_groups(message.stamp, data)
-        if message.skipped or not self._facts.samples(message.stamp):
+        if message.skipped:
+            return
+        is_due = self._facts.samples(message.stamp)
+        self._add_groups(
+            message.global_step, data.get("learning_rates", {}), data.get("settings", {}) if is_due else {}
+        )
+        if not is_due:
             return
         if data.get("has_closure"):
             self.receive(message, "optimizer_closure", 1.0)
@@ -289,10 +293,8 @@ class RuleSubscriber(Subscriber):
             trainable = [named for named in data.get("unowned", ()) if named.parameter.requires_grad]
             self._add_unowned(message, trainable)
 
-    def _add_groups(self, stamp: Stamp, data: dict[str, Any]) -> None:
-        """Add the rate of each parameter group, and from time to time its other settings."""
-        step, rates = stamp.global_step, data.get("learning_rates", {})
-        settings = data.get("settings", {}) if self._facts.samples(stamp) else {}
+    def _add_groups(self, step: int, rates: dict[str, Any], settings: dict[str, Any]) -> None:
+        """Add the rate of each parameter group, and its other settings."""
         for key, rate in rates.items():
             name = "" if list(rates) == ["0"] else f"group {key}" if key.isdigit() else key
             if rate is not None:

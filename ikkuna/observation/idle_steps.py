@@ -85,14 +85,14 @@ class IdleSteps:
         No values wait for their steps during such steps.
     is_shared : callable
         Returns whether measurements are merged with those of other ranks.
-    ended : callable
+    counting_ended : callable
         Called after the last step that is counted.
     """
 
     # Native functions handle the usual events where there are some; the methods below define what they do with these slots.
     __slots__ = (
-        *("__weakref__", "_arguments", "_behind", "_bus", "_call", "_computing", "_context", "_ended", "_has_ended"),
-        *("_handlers", "_hooks", "_is_native", "_is_shared", "_left", "_lock", "_logged", "_loss"),
+        *("__weakref__", "_arguments", "_behind", "_bus", "_call", "_computing", "_context", "_counting_ended"),
+        *("_ended", "_handlers", "_hooks", "_is_native", "_is_shared", "_left", "_lock", "_logged", "_loss"),
         *("_loss_arguments", "_losses", "_most", "_nodes", "_number", "_on_host", "_optimizer", "_output"),
         *("_owned", "_plan", "_plans", "_queue", "_refusals", "_root", "_run", "_seen"),
         *("_size", "_steps", "_stop_looking", "_takes_losses", "_thread", "_thread_state", "_threshold"),
@@ -106,11 +106,11 @@ class IdleSteps:
         hooks: HookSet,
         logged: LoggedValues,
         is_shared: Callable[[], bool],
-        ended: Callable[[], object],
+        counting_ended: Callable[[], object],
     ) -> None:
         self._bus, self._context, self._hooks, self._logged = bus, context, hooks, logged
         self._queue = bus.queue
-        self._is_shared, self._has_ended = is_shared, ended
+        self._is_shared, self._counting_ended = is_shared, counting_ended
         self._tracker = context.tracker
         self._thread_state = context.error_guard.thread
         self._handlers: dict[Callable[..., object], Callable[..., bool]] = {
@@ -483,5 +483,5 @@ class IdleSteps:
             if is_over:
                 self.end()
         if is_over:
-            self._has_ended()
+            self._counting_ended()
         return True

@@ -265,7 +265,7 @@ class StepCycle:
         self._plans, self._replaced = plans, replaced
         self._exchange, self._logged, self._validation = exchange, logged, validation
         self._missing_loss = MissingLossWarning(context, hooks.losses)
-        self._idle = IdleSteps(bus, context, hooks, logged, lambda: exchange.is_shared, self._counted)
+        self._idle = IdleSteps(bus, context, hooks, logged, lambda: exchange.is_shared, self._counting_ended)
         self._steps = 0
         self._has_reported_steps_left_out = False
         self._random_numbers = RandomNumbers()
@@ -461,7 +461,7 @@ class StepCycle:
             modules.install(plan)  # no call of a root will announce the next step
         return plan
 
-    def _counted(self) -> None:
+    def _counting_ended(self) -> None:
         """Handle the end of the last step that was counted: if the next ones can be counted too, deliver the losses so far."""
         plan, stopwatch = self.prepare_next(), self._context.stopwatch
         if plan.needs_losses_alone and self._plans.count_idle() > 0:

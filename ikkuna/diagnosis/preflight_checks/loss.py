@@ -77,7 +77,7 @@ def loss_at_init(trial: Trial) -> Iterator[Finding]:
             reason = "the model is certain and wrong"
         detail = f"It is {entropy:.3g}, and that of a guess {guess:.3g}: {reason}."
         is_named = last is not None and (is_large or entropy <= explained)
-        module = next(module_of(n) for n, p in trial.model.named_parameters() if p is last) if is_named else None
+        module = _layer_of(trial, last) if last is not None and is_named else None
         large = _large_layers(trial) if is_large else []
         yield LOSS_AT_INIT.found(
             entropy / guess,
@@ -102,7 +102,12 @@ def frozen_output_layer(trial: Trial) -> Iterator[Finding]:
         owned = [p for group in optimizer.param_groups for p in group["params"]]
         if any(p is last for p in owned) and not any(p.requires_grad for p in owned):
             return
-    yield FROZEN_OUTPUT_LAYER.found(module=next(module_of(n) for n, p in trial.model.named_parameters() if p is last))
+    yield FROZEN_OUTPUT_LAYER.found(module=_layer_of(trial, last))
+
+
+def _layer_of(trial: Trial, weight: nn.Parameter) -> str:
+    """Return the name of the module that has a parameter."""
+    return next(module_of(name) for name, parameter in trial.model.named_parameters() if parameter is weight)
 
 
 def _large_layers(trial: Trial) -> list[str]:

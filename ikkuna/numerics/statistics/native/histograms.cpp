@@ -6,7 +6,7 @@
 namespace {
 
 // Sets of numbers: their counts; the least and the greatest number that each bin can hold; their extrema, as far as they are finite.
-// The bins from `begin` to `end` count; those before `first_finite` and from `last_infinite` on hold NaN.
+// The bins from `begin` to `end` count; those before `nans_below` and behind `nans_above` hold NaN.
 struct Sets {
     const int64_t *const *counts;
     const double *low, *high, *min, *max;
