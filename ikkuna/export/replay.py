@@ -210,12 +210,12 @@ class ReplayRun:
                 self._feed(exporter, steps[0]["step"])
             counters = {name: steps[0][name] for name in ("train_step", "epoch")}
             exporter.load_state_dict({"global_step": steps[0]["step"], **counters})
-            exporter._session.context.observer = last
+            exporter._session.context.observe(last)
             for batch in steps:
                 new.clear()
                 self.run(batch)
         finally:
-            exporter._session.context.observer = None
+            exporter._session.context.observe(None)
             exporter.close()
         return self._result(steps[0]["step"], last, tuple(new))
 

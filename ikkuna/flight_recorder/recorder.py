@@ -328,7 +328,7 @@ class FlightRecorder(StepObserver):
         self._process = os.getpid()
         self._is_cleaned = self._has_said = False
         self.judge: Judge | None = None
-        context.observer = self
+        context.observe(self)
 
     # -- as the observer of steps ---------------------------------------------------------------------------------
 
@@ -589,7 +589,7 @@ class FlightRecorder(StepObserver):
     def close(self) -> None:
         """End a burst, and wait for the thread at most 2 seconds."""
         try:
-            self._context.observer = None
+            self._context.observe(None)
             if self._burst is not None:
                 self._burst.end()
             self._remove_unfinished()

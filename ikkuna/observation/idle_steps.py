@@ -2,9 +2,8 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from threading import RLock, get_ident
-from time import perf_counter
+from time import perf_counter, perf_counter_ns
 from typing import Any, Protocol, cast
 
 import torch
@@ -16,6 +15,7 @@ from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.bus.delivery import Losses
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.base import StepLosses
+from ikkuna.numerics.statistics.native.hook_functions import MOST_LOSSES
 from ikkuna.observation.hooks.context import SEES_BACKWARD, HookContext, running_steps
 from ikkuna.observation.hooks.forward import ForwardHooks
 from ikkuna.observation.hooks.hook import is_traced
@@ -26,6 +26,7 @@ from ikkuna.observation.logged_values import LoggedValues
 from ikkuna.observation.rows.plan import NOTHING, Plan
 from ikkuna.observation.steps.forwards import Forward
 from ikkuna.observation.steps.step_tracker import StepTracker
+from ikkuna.store.run_directory import ControlFile
 from ikkuna.support.torch_internals import graph_task, sequence_number
 
 _OFF, _NOTHING, _CALLED, _RETURNED, _COMPUTING, _STEPPING = range(-1, 5)
@@ -33,7 +34,6 @@ _OFF, _NOTHING, _CALLED, _RETURNED, _COMPUTING, _STEPPING = range(-1, 5)
 
 _NO_ARGUMENTS: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
 _MOST_REFUSALS = 64
-_MOST_LOSSES = 20  # then they are delivered, and the threshold is computed again
 
 
 class _Plans(Protocol):
@@ -60,8 +60,8 @@ class _TrackerLater:
         return getattr(self._tracker, name)
 
 
-_LossCall = tuple[nn.Module, Tensor, "weakref.ref[Tensor]", bool]
-"""One call of the loss module: module, labels, result, and whether its first argument is the output of the root."""
+_LossCall = tuple[nn.Module, Tensor, "weakref.ref[Tensor]"]
+"""One call of the loss module: module, labels and result."""
 
 
 class IdleSteps:
@@ -89,14 +89,14 @@ class IdleSteps:
         Called after the last step that is counted.
     """
 
-    # Native functions handle the usual events where there are some; the methods below define what they do with these slots.
+    # Native functions handle the usual events where there are some; the methods below define what they do with these slots, and with
+    # `CountedSteps`.
     __slots__ = (
-        *("__weakref__", "_arguments", "_behind", "_bus", "_call", "_computing", "_context", "_counting_ended"),
-        *("_ended", "_handlers", "_hooks", "_is_native", "_is_shared", "_left", "_lock", "_logged", "_loss"),
-        *("_loss_arguments", "_losses", "_most", "_nodes", "_number", "_on_host", "_optimizer", "_output"),
-        *("_owned", "_plan", "_plans", "_queue", "_refusals", "_root", "_run", "_seen"),
-        *("_size", "_steps", "_stop_looking", "_takes_losses", "_thread", "_thread_state", "_threshold"),
-        *("_tracker", "_waits"),
+        *("__weakref__", "_arguments", "_bus", "_call", "_computing", "_context", "_control", "_counted"),
+        *("_counting_ended", "_handlers", "_has_counted", "_hooks", "_is_shared", "_left", "_lock", "_logged"),
+        *("_loss_arguments", "_losses", "_number", "_on_host", "_optimizer", "_output", "_owned", "_plan"),
+        *("_plans", "_queue", "_rates", "_refusals", "_root", "_run", "_steps", "_stop_looking", "_thread"),
+        *("_thread_state", "_tracker", "_waits"),
     )
 
     def __init__(
@@ -109,7 +109,7 @@ class IdleSteps:
         counting_ended: Callable[[], object],
     ) -> None:
         self._bus, self._context, self._hooks, self._logged = bus, context, hooks, logged
-        self._queue = bus.queue
+        self._queue, self._counted = bus.queue, context.native.counted
         self._is_shared, self._counting_ended = is_shared, counting_ended
         self._tracker = context.tracker
         self._thread_state = context.error_guard.thread
@@ -121,35 +121,31 @@ class IdleSteps:
             OptimizerHooks.optimizer_begins: self._optimizer_begins,
             OptimizerHooks.optimizer_ends: self._optimizer_ends,
         }
-        native = (partial(event, weakref.ref(self)) for event in context.native.events)
-        context.native_handlers = dict(zip(self._handlers, native, strict=False))
+        context.native_handlers = dict(zip(self._handlers, context.native.event_handlers(self), strict=False))
         self._lock = RLock()  # another thread may use the tracker to log a value
-        self._seen, self._left, self._thread = _OFF, 0.0, 0
+        self._counted.seen, self._left, self._thread = _OFF, 0.0, 0
         self._computing = _RETURNED  # what an optimizer's step follows
         self._refusals = self._waits = 0
         self._plan, self._plans = NOTHING, cast(_Plans, None)
         self._run: Run | None = None
         self._root: weakref.ref[nn.Module] | None = None
         self._optimizer: weakref.ref[Optimizer] | None = None
-        self._number, self._size, self._owned = 0, 0, frozenset[int]()
-        self._ended: tuple[int, float, float] | None = None
+        self._control: ControlFile | None = None
+        self._number, self._owned, self._has_counted = 0, frozenset[int](), False
         # losses
-        self._takes_losses, self._is_native, self._threshold = False, False, 0.0
         self._stop_looking: Callable[[], object] = int
         self._output: weakref.ref[Tensor] | None = None
         self._call: _LossCall | None = None
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = _NO_ARGUMENTS
         self._loss_arguments: tuple[Any, ...] = ()
-        self._loss = 0.0
-        self._nodes = self._behind = 0  # numbers of the first node of the open forward, and of the first behind it
-        self._losses, self._most = StepLosses(), 0.0
+        self._losses, self._rates = StepLosses(), list[list[Any]]()
         self._on_host: tuple[object, bool] = (), True
         self._steps = 0
 
     @property
     def steps(self) -> int:
         """Number of steps that were counted here."""
-        return self._steps + len(self._losses.losses)
+        return self._steps + self._counted.count
 
     # -- when -----------------------------------------------------------------------------------------------------
 
@@ -161,33 +157,36 @@ class IdleSteps:
         if self._waits:
             self._waits -= 1
         elif (left := plans.count_idle()) > 0 and self._find(plan := plans.of_next_step()):
-            context = self._context
+            context, counted = self._context, self._counted
             self._plan, self._plans, self._left, self._run = plan, plans, left, self._bus.run
-            self._thread, self._seen, self._ended = get_ident(), _NOTHING, None
-            self._is_native = self._is_on_host()  # on a device a CUDA graph may be captured
-            self._computing = _COMPUTING if self._takes_losses else _RETURNED
-            if self._takes_losses:
+            self._control = None if self._run is None else self._run.control
+            self._thread, self._has_counted = get_ident(), False
+            counted.seen, counted.is_observed = _NOTHING, context.observer is not None
+            self._computing = _COMPUTING if counted.takes_losses else _RETURNED
+            if counted.takes_losses:
                 self._begin_losses()
             context.tracker = cast(StepTracker, _TrackerLater(self, self._tracker))
             context.idle_handlers = self._handlers
+            counted.thread = self._thread if self._is_on_host() else 0  # on a device a CUDA graph may be captured
 
     def _begin_losses(self) -> None:
         thresholds = [registered.subscriber.loss_threshold() for registered in self._plan.subscriptions]
-        self._threshold = min(thresholds)
+        counted = self._counted
+        counted.threshold = min(thresholds)
         rates: dict[str, Any] = {}
         if self._optimizer is not None and (optimizer := self._optimizer()) is not None:
             add_rates(optimizer, rates)
-        self._steps, self._most = self.steps, min(self._left, _MOST_LOSSES)
-        self._losses = StepLosses(self._tracker.stamp, tuple(rates), perf_counter())
+        self._steps, counted.count, counted.most = self.steps, 0, int(min(self._left, MOST_LOSSES))
+        self._losses, self._rates = StepLosses(self._tracker.stamp, tuple(rates), perf_counter()), []
         self._stop_looking = self._hooks.losses.look()
 
     def _find(self, plan: Plan) -> bool:
         """Find the root and the only optimizer; return whether steps of them can be counted."""
         context, parameters = self._context, self._context.parameters
-        self._takes_losses = bool(plan.subscriptions)
+        takes_losses = self._counted.takes_losses = bool(plan.subscriptions)
         if (context.observer is not None and context.observer.needs_every_step) or context.model.is_compiled:
             return False
-        if self._takes_losses and not self._finds_loss():
+        if takes_losses and not self._finds_loss():
             return False
         if context.model.stages or len(self._queue) or self._logged.is_waiting:
             return False
@@ -200,7 +199,7 @@ class IdleSteps:
             return False
         self._root, self._optimizer = weakref.ref(roots[0]), weakref.ref(optimizers[0])
         self._number, self._owned = number, parameters.owned_ids(optimizers[0])
-        self._size = sum(len(group["params"]) for group in optimizers[0].param_groups)
+        self._counted.size = sum(len(group["params"]) for group in optimizers[0].param_groups)
         return parameters.number(optimizers[0]) == number
 
     def _finds_loss(self) -> bool:
@@ -229,9 +228,10 @@ class IdleSteps:
         with self._lock:
             if context.tracker is self._tracker:
                 return
-            context.tracker, context.idle_handlers = self._tracker, {}
+            context.tracker, context.idle_handlers, self._counted.thread = self._tracker, {}, 0
             self._stop_looking()
-            self._refusals = 0 if self._ended else min(2 * self._refusals + 1, _MOST_REFUSALS)
+            self._has_counted = self._has_counted or bool(self._counted.takes_losses and self._counted.count)
+            self._refusals = 0 if self._has_counted else min(2 * self._refusals + 1, _MOST_REFUSALS)
             self._waits = self._refusals
             try:
                 self._report()
@@ -239,11 +239,10 @@ class IdleSteps:
                 context.error_guard.report_internal("the events of a step that is not sampled", error)
 
     def _report(self) -> None:
-        context, tracker, observer = self._context, self._tracker, self._context.observer
-        seen, self._seen = self._seen, _OFF
-        last, self._ended = self._ended, None
-        if last is not None and (self._losses.losses or not self._takes_losses):
-            self._report_counted(*last)
+        context, tracker, observer, counted = self._context, self._tracker, self._context.observer, self._counted
+        seen, counted.seen = counted.seen, _OFF
+        if self._has_counted:
+            self._report_counted()
         if seen >= _COMPUTING and graph_task() == -1:  # its backward has ended
             context.parameters.note_gradients(is_later=True)
         else:
@@ -258,32 +257,37 @@ class IdleSteps:
                 if self._loss_arguments:
                     observer.loss_called(self._loss_arguments, {})
             self._hooks.step_opened()
-        if seen >= _RETURNED and (forward := tracker.forward_ends(self._thread)) is not None and self._takes_losses:
+        if seen >= _RETURNED and (forward := tracker.forward_ends(self._thread)) is not None and counted.takes_losses:
             self._repeat(forward, seen)
         if seen >= _STEPPING:
             tracker.optimizer_begins(self._number, self._owned)
-            if self._takes_losses and self._optimizer is not None and (optimizer := self._optimizer()) is not None:
+            if counted.takes_losses and self._optimizer is not None and (optimizer := self._optimizer()) is not None:
                 add_rates(optimizer, self._hooks.optimizers.rates)
         self._forget()
 
     def _close_counted(self) -> None:
         """Let the counters have the number of the next step; it may be called twice."""
-        if self._takes_losses and self._losses.first is not None:
-            self._tracker.counters.steps_closed(self._losses.first, len(self._losses.losses))
+        if self._counted.takes_losses and self._losses.first is not None:
+            self._tracker.counters.steps_closed(self._losses.first, self._counted.count)
 
-    def _report_counted(self, number: int, ended: float, spent: float) -> None:
+    def _report_counted(self) -> None:
         """Report the steps that were counted."""
         context, counters, observer = self._context, self._tracker.counters, self._context.observer
+        counted, losses = self._counted, self._losses
         self._close_counted()
-        context.computation.step_has_ended(self._thread, number)
-        context.stopwatch.steps_passed(ended, spent)
-        if self._takes_losses:
-            self._hooks.optimizers.table.step_ended(len(self._losses.losses))
+        context.computation.step_has_ended(self._thread, counted.nodes_at_end)
+        ended = counted.ends[max(counted.count, 1) - 1]  # without losses only the last end is kept
+        context.stopwatch.steps_passed(ended, (counted.nanoseconds - counted.nanoseconds_at_end) * 1e-9)
+        if counted.takes_losses:
+            losses.losses, losses.ends = counted.losses[: counted.count], counted.ends[: counted.count]
+            losses.rates = self._rates
+            self._steps, counted.count = self.steps, 0
+            self._hooks.optimizers.table.step_ended(len(losses.losses))
         self._logged.step_ends(counters.global_step - 1)
-        if self._takes_losses:
-            self._bus.queue.append(Losses(self._losses, self._plan.subscriptions))
+        if counted.takes_losses:
+            self._bus.queue.append(Losses(losses, self._plan.subscriptions))
             if observer is not None:
-                observer.steps_passed(self._losses)
+                observer.steps_passed(losses)
         elif observer is not None:
             observer.step_passed(counters.stamp(back=1))
 
@@ -293,30 +297,30 @@ class IdleSteps:
 
     def _repeat(self, forward: Forward, seen: int) -> None:
         """Record the loss of the open step as hooks would have done that."""
-        context, losses, call = self._context, self._hooks.losses, self._call
-        losses.expect_backward(forward, self._thread, range(self._nodes, self._behind))
-        value = torch.tensor(self._loss, dtype=torch.float64, device="cpu")
+        context, losses, call, counted = self._context, self._hooks.losses, self._call, self._counted
+        losses.expect_backward(forward, self._thread, range(counted.nodes, counted.behind))
+        value = torch.tensor(counted.loss, dtype=torch.float64, device="cpu")
         if seen == _RETURNED:
             if call is not None:
-                losses.repeat_call(*call[:3], value, forward)
+                losses.repeat_call(*call, value, forward)
             return
         context.apply(self._tracker.backward_reached(forward))
         if call is None:
             losses.repeat_backward(value, forward)
         else:
-            losses.repeat_call(*call[:3], value, forward)
+            losses.repeat_call(*call, value, forward)
 
     # -- hooks: each returns whether the tracker needs no event; with few calls and attributes, because caches are cold ---
     # What an event checks, the events after it need not: who suspends recording uses the tracker, a subscriber's code runs between
     # steps, and a call of the root inside another one, in a backward or on another thread is an event that ends this.
 
     def _root_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        began, context = perf_counter(), self._context
+        began, context, counted = perf_counter_ns(), self._context, self._counted
         with self._lock:
-            if self._seen == _CALLED:
+            if counted.seen == _CALLED:
                 self.end()
             if (
-                self._seen != _NOTHING
+                counted.seen != _NOTHING
                 or self._root is None
                 or self._root() is not module
                 or not module.training
@@ -328,37 +332,37 @@ class IdleSteps:
                 or self._thread_state.subscriber_is_running
             ):
                 return False
-            self._seen, self._nodes = _CALLED, sequence_number()
-            if context.observer is not None:
+            counted.seen, counted.nodes = _CALLED, sequence_number()
+            if counted.is_observed:
                 self._arguments = args, kwargs
-            context.stopwatch.spent += perf_counter() - began
+            counted.nanoseconds += perf_counter_ns() - began
             return True
 
     def _root_ends(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
-        began = perf_counter()
+        began, counted = perf_counter_ns(), self._counted
         with self._lock:
-            if self._seen != _CALLED:
+            if counted.seen != _CALLED:
                 return False
-            self._seen, self._behind = _RETURNED, sequence_number()
+            counted.seen, counted.behind = _RETURNED, sequence_number()
             if type(output) is Tensor:
                 self._output = weakref.ref(output)
-            self._context.stopwatch.spent += perf_counter() - began
+            counted.nanoseconds += perf_counter_ns() - began
             return True
 
     def _loss_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
-        began = perf_counter()
+        began, counted = perf_counter_ns(), self._counted
         with self._lock:
             if is_traced():
                 return True
             if (
-                self._seen != _RETURNED
+                counted.seen != _RETURNED
                 or get_ident() != self._thread
                 or graph_task() != -1
-                or (self._takes_losses and not self._takes_call(module, args, kwargs, output))
+                or (counted.takes_losses and not self._takes_call(module, args, kwargs, output))
             ):
                 self.end()
                 return False
-            self._context.stopwatch.spent += perf_counter() - began
+            counted.nanoseconds += perf_counter_ns() - began
             return True
 
     def _takes_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
@@ -367,30 +371,31 @@ class IdleSteps:
             return False
         if not isinstance(args[1], Tensor):
             return False
-        is_own = self._output is not None and self._output() is args[0]
-        self._loss = float(output.item())  # the user may change the result in place, or keep no reference to it
-        self._call = module, args[1], weakref.ref(output), is_own
-        if self._context.observer is not None:
+        counted = self._counted
+        counted.is_own = self._output is not None and self._output() is args[0]
+        counted.loss = output.item()  # the user may change the result in place, or keep no reference to it
+        self._call = module, args[1], weakref.ref(output)
+        if counted.is_observed:
             self._loss_arguments = args
         return True
 
     def _backward_starts(self, roots: Sequence[Any], gradients: Sequence[Any], accumulates: bool) -> bool:
-        began, context = perf_counter(), self._context
+        began, context, counted = perf_counter_ns(), self._context, self._counted
         with self._lock:
-            if self._seen == _OFF:
+            if counted.seen == _OFF:
                 return False
-            if self._seen == _NOTHING or is_traced():  # it belongs to no step
+            if counted.seen == _NOTHING or is_traced():  # it belongs to no step
                 return True
-            call, is_own, is_here = self._call, None, self._seen >= _RETURNED and get_ident() == self._thread
+            call, is_own, is_here = self._call, None, counted.seen >= _RETURNED and get_ident() == self._thread
             is_of_call = call is not None and len(roots) == 1 and call[2]() is roots[0]
             if is_here:
-                is_own = is_of_call and call is not None and call[3]
-                is_own = is_own or is_computed_in(roots, range(self._nodes, self._behind))
+                is_own = is_of_call and bool(counted.is_own)
+                is_own = is_own or is_computed_in(roots, range(counted.nodes, counted.behind))
             if is_own is False:
                 return True  # another model's
             if (
                 not is_own
-                or self._seen != _RETURNED
+                or counted.seen != _RETURNED
                 or not accumulates
                 or len(roots) != 1
                 or not is_one_number(root := roots[0])
@@ -401,21 +406,21 @@ class IdleSteps:
                 self.end()
                 return False
             if not is_of_call:
-                self._loss = float(root.item())
-            if not self._loss <= self._threshold:
+                counted.loss = root.item()
+            if not counted.loss <= counted.threshold:
                 self._close_counted()
                 self._plan = self._plans.measure(self._tracker.stamp)
                 self.end()
                 return False
-            self._seen, self._loss_arguments = _COMPUTING, ()  # which no longer hold the graph
-            context.stopwatch.spent += perf_counter() - began
+            counted.seen, self._loss_arguments = _COMPUTING, ()  # which no longer hold the graph
+            counted.nanoseconds += perf_counter_ns() - began
             return True
 
     def _optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        began, context = perf_counter(), self._context
+        began, context, counted = perf_counter_ns(), self._context, self._counted
         with self._lock:
             if (
-                self._seen != self._computing
+                counted.seen != self._computing
                 or self._optimizer is None
                 or self._optimizer() is not optimizer
                 or len(args) > 1
@@ -432,53 +437,54 @@ class IdleSteps:
                 size += len(group["params"])
                 rates.append(group.get("lr"))
                 is_plain = is_plain and not isinstance(rate, Tensor)
-            if size != self._size:
+            if size != counted.size:
                 return False
             if self._call is None:  # else the backward began at what the loss module has returned, without a factor
                 running, scaler = running_steps()
-                if len(running) != 1 or (self._takes_losses and scaler is not None):
+                if len(running) != 1 or (counted.takes_losses and scaler is not None):
                     return False
                 if scaler is not None or context.loss_scale.is_used:
                     context.loss_scale.set_scaler(scaler)
-            if self._takes_losses:
+            if counted.takes_losses:
                 if not is_plain:
                     return False
-                self._losses.rates.append(rates)
-            self._seen = _STEPPING
-            context.stopwatch.spent += perf_counter() - began
+                self._rates.append(rates)
+            counted.seen = _STEPPING
+            counted.nanoseconds += perf_counter_ns() - began
             return True
 
     def _optimizer_ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        began, context, run = perf_counter(), self._context, self._run
+        began, context, counted, control = perf_counter_ns(), self._context, self._counted, self._control
         with self._lock:
-            if self._seen == _OFF:
+            if counted.seen == _OFF:
                 return False
             if self._optimizer is None or self._optimizer() is not optimizer:
                 return not context.parameters.owned_ids(optimizer)  # another model's step changes nothing
             if (
-                self._seen != _STEPPING
+                counted.seen != _STEPPING
                 or get_ident() != self._thread
                 or len(self._queue)
-                or (run is not None and run.control.request is not None)
+                or (control is not None and control.request is not None)
             ):
                 return False
-            now = perf_counter()
-            spent = context.stopwatch.spent = context.stopwatch.spent + now - began
-            self._ended = sequence_number(), now, spent
-            if self._takes_losses:
-                self._losses.ends.append(now)
-                self._losses.losses.append(self._loss)  # this counts the step; an interrupt may come between two lines
-                self._seen = _NOTHING
+            count = counted.count
+            counted.nanoseconds += perf_counter_ns() - began
+            counted.nodes_at_end, counted.nanoseconds_at_end = sequence_number(), counted.nanoseconds
+            counted.ends[count] = perf_counter()
+            if counted.takes_losses:
+                counted.losses[count] = counted.loss
+                counted.count = count + 1  # this counts the step; an interrupt may come between two lines
+                counted.seen = _NOTHING
                 self._call, self._output, self._arguments = None, None, _NO_ARGUMENTS
-                is_over = len(self._losses.losses) >= self._most
+                is_over = counted.count >= counted.most
             else:
                 step = self._tracker.counters.step_closed()
-                self._seen = _NOTHING
-                self._steps += 1
+                counted.seen = _NOTHING
+                self._steps, self._has_counted = self._steps + 1, True
                 self._left -= 1
                 self._hooks.optimizers.table.step_ended()
-                if run is not None:  # losses are committed when they are delivered
-                    run.commit(step)
+                if self._run is not None:  # losses are committed when they are delivered
+                    self._run.commit(step)
                 is_over = self._left <= 0
             if is_over:
                 self.end()

@@ -74,7 +74,7 @@ def _resuming(method: "Callable[Concatenate[Session, P], None]") -> "Callable[Co
         try:
             method(self, *args, **kwargs)
         except BaseException:
-            self.context.is_interrupted = True
+            self.context.interrupt()
             raise
 
     return call

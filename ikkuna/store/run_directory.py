@@ -564,6 +564,8 @@ class ControlFile:
     (SamplingRequest(paused=True, every=-1, mute=frozenset()), None)
     """
 
+    __slots__ = ("_seen", "mute", "request")
+
     def __init__(self) -> None:
         self._seen: Any = None
         self.request: SamplingRequest | None = None

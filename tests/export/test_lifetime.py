@@ -93,7 +93,8 @@ def test_a_model_that_is_dropped_releases_the_exporter_its_thread_and_its_file_a
     assert [reference() for reference in gone] == [None] * 3
     assert becomes_true(lambda: not own_threads())
     assert descriptors() == before
-    assert not optimizers._called
+    assert not optimizers.BEFORE_STEP.hooks
+    assert not optimizers.AFTER_STEP.hooks
     assert {step for _, _, step in stored(tmp_path)} == {0, 1, 2}
 
 
@@ -115,7 +116,7 @@ def test_runs_that_are_forgotten_do_not_pile_up(shared, tmp_path, bus):
         exporter.add_modules(model)
         exporter.message_bus.register_subscriber(NormSubscriber("weights", backend="jsonl"))
         train(model)
-        hooks = len(optimizers._called)
+        hooks = len(optimizers.BEFORE_STEP.hooks)
         counts.append((len(own_threads()), descriptors(), hooks))
     exporter.close()
     del exporter, model

@@ -138,7 +138,8 @@ def test_nothing_is_left_after_close(watched):
     exporter.close()
     assert hooks(loop.model) == {}
     assert hooks(loop.loss) == {}
-    assert not optimizers._called
+    assert not optimizers.BEFORE_STEP.hooks
+    assert not optimizers.AFTER_STEP.hooks
     assert all(not p._backward_hooks for p in loop.model.parameters())
 
 

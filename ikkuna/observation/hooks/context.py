@@ -27,7 +27,13 @@ from ikkuna.distributed.dtensor import divided
 from ikkuna.metrics.bus.delivery import StepObserver
 from ikkuna.metrics.bus.error_guard import ErrorGuard
 from ikkuna.numerics.statistics.native.hook_functions import GRADIENTS as FOR_GRADIENTS
-from ikkuna.numerics.statistics.native.hook_functions import MICRO_GRADIENTS, Function, Permits, hook_functions
+from ikkuna.numerics.statistics.native.hook_functions import (
+    MICRO_GRADIENTS,
+    CountedSteps,
+    Function,
+    Permits,
+    hook_functions,
+)
 from ikkuna.numerics.statistics.native.hook_functions import OUTPUTS as FOR_OUTPUTS
 from ikkuna.numerics.statistics.native.kernels import NOTHING
 from ikkuna.observation.hooks.hook import MAY_CAPTURE, Hook, Stopwatch, in_backward
@@ -429,22 +435,32 @@ class NativePath:
         Ends both permits.
     threads : memoryview
         See `Permits`.
-    seconds : callable
-        Returns the time that native functions have taken.
-    events : tuple of callable
-        The native functions of the events of counted steps, see `HookFunctions`.
+    counted : CountedSteps
+        What native functions know of steps that are only counted.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._functions = hook_functions(recorder.kernels)
-        self.events = () if self._functions is None else self._functions.events
         self._wanted_rows = WantedRows(recorder.index)
         self._permits = Permits()
         self.close, self.threads = self._permits.close, self._permits.threads
-        self.seconds = self._permits.seconds
+        self.counted = CountedSteps()
         self._plan = weakref.ref(NOTHING_PLANNED)
         self._wanted = self._wanted_rows.of(NOTHING_PLANNED)
+
+    def seconds(self) -> float:
+        """Return the time that native functions have taken, and the counting of steps."""
+        return self._permits.seconds() + self.counted.nanoseconds * 1e-9
+
+    def event_handlers(self, idle: object) -> list[object]:
+        """Return what handles the usual events of counted steps, in their order, see `HookFunctions.handlers`; none without them."""
+        return [] if self._functions is None else self._functions.handlers(self.counted, idle)
+
+    def call_natively(self, cls: type, has_several: bool = False) -> None:
+        """Let objects of a class be called without Python where that is possible, see `HookFunctions`."""
+        if self._functions is not None:
+            self._functions.call_natively(cls, has_several)
 
     def permit_outputs(self, recorder: Recorder, forward: Forward) -> None:
         """Permit the measurement of what modules return on this thread, in a forward whose root is running."""
@@ -553,7 +569,7 @@ class HookContext:
     idle_handlers : dict
         Functions of hooks → functions that count a step that no subscriber samples, and return whether the tracker needs no event.
     native_handlers : dict
-        Functions of hooks → native functions that do the same with usual events, if there are any.
+        Functions of hooks → what does the same with usual events without Python, if there is anything.
     parameters : TrackedParameters
         The parameters and their optimizers.
     sites : Sites
@@ -586,7 +602,7 @@ class HookContext:
     tracker: StepTracker = field(default_factory=StepTracker)
     events: LoopEvents = field(default_factory=LoopEvents)
     idle_handlers: Mapping[Callable[..., object], Callable[..., bool]] = field(default_factory=dict)
-    native_handlers: Mapping[Callable[..., object], Callable[..., bool]] = field(default_factory=dict)
+    native_handlers: Mapping[Callable[..., object], object] = field(default_factory=dict)
     parameters: TrackedParameters = field(default_factory=TrackedParameters)
     sites: Sites = field(default_factory=Sites)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
@@ -641,13 +657,22 @@ class HookContext:
                 "steps without the graph are recorded"
             )
 
+    def interrupt(self) -> None:
+        """Record nothing until the next forward, and count nothing without the tracker."""
+        self.is_interrupted, self.idle_handlers, self.native.counted.thread = True, {}, 0
+
+    def observe(self, observer: StepObserver | None) -> None:
+        """Let an observer see steps as a whole, in place of the one before."""
+        _ = self.tracker.state  # as in `is_paused`
+        self.observer = observer
+
     def handle(self, where: str, error: BaseException) -> None:
         """Handle an exception that leaves a hook: report an error of ikkuna, and raise what belongs to the user.
 
         The state of the step is unknown after an exception that is raised, so the step is abandoned.
         """
-        before, self.is_interrupted = self.is_interrupted, True
-        self.idle_handlers = {}
+        before = self.is_interrupted
+        self.interrupt()
         if not isinstance(error, Exception):
             raise error
         self.error_guard.report_internal(where, error)

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_compiling
 
 from ikkuna.numerics.statistics.native.hook_functions import NO_THREADS
 from ikkuna.support.torch_internals import function_transforms, graph_task, skip_in_compiler, tracing_state
@@ -120,9 +120,9 @@ class Stopwatch:
         if self._began is None:
             self._began, self._spent_before = self._ended, self._spent_until_end
 
-    def steps_passed(self, ended: float, spent: float) -> None:
-        """Mark the end of the last of several steps, in seconds of the clock and of `spent`."""
-        spent += self._others()
+    def steps_passed(self, ended: float, later: float) -> None:
+        """Mark the end of the last of several steps, in seconds of the clock, and how many seconds were spent later."""
+        spent = self.spent + self._others() - later
         self._lap = ended, spent
         self._ended, self._spent_until_end = ended, spent
 
@@ -176,8 +176,8 @@ class Hook:
 
     Attributes
     ----------
-    count : callable, optional
-        A native function that handles a usual event of a step that is only counted, and returns whether it has.
+    count : object, optional
+        What handles a usual event of a step that is only counted without :meth:`__call__`.
     """
 
     __slots__ = ("__weakref__", "bound", "count", "function", "owner")
@@ -186,18 +186,17 @@ class Hook:
         self.owner = _no_owner if owner is None else weakref.ref(owner)
         self.function = function or _do_nothing
         self.bound = bound
-        self.count: Callable[..., bool] | None = None
+        self.count: object = None
 
     def counted(self) -> Self:
         """Let a native function handle usual events of steps that are only counted, if there is one; return the hook."""
         owner: Any = self.owner()
         self.count = owner.context.native_handlers.get(self.function)
+        owner.context.native.call_natively(type(self))
         return self
 
     def __call__(self, *args: Any) -> None:
         """Call the function, if the owner exists and nothing is being traced."""
-        if not is_dynamo_compiling() and self.count is not None and self.count(*args):
-            return
         if is_compiling():
             self.leave_in_graph(*args)
             return

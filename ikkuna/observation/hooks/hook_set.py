@@ -19,7 +19,7 @@ from ikkuna.observation.hooks.in_graph import GraphSwitch, RootBeginsHook, RootE
 from ikkuna.observation.hooks.loss import LossHooks
 from ikkuna.observation.hooks.modules import BACKWARD, ModuleHooks
 from ikkuna.observation.hooks.observed import ObservedHooks
-from ikkuna.observation.hooks.optimizers import OptimizerHooks, StepHooks, call_at_steps
+from ikkuna.observation.hooks.optimizers import CallsEach, OptimizerHooks, call_at_steps
 from ikkuna.observation.rows.plan import Site
 
 
@@ -85,7 +85,8 @@ class PermanentHooks:
 def _install_for_optimizers(optimizers: OptimizerHooks) -> Remove:
     """Call hooks before and after the step of any optimizer, at most until `optimizers` dies."""
     begins, ends = Hook(optimizers, OptimizerHooks.optimizer_begins), Hook(optimizers, OptimizerHooks.optimizer_ends)
-    return weakref.finalize(optimizers, call_at_steps(StepHooks(begins.counted(), ends.counted())))
+    optimizers.context.native.call_natively(CallsEach, has_several=True)
+    return weakref.finalize(optimizers, call_at_steps(begins.counted(), ends.counted()))
 
 
 class CompiledHooks:

@@ -1,10 +1,10 @@
 """Observes parameters around the steps of optimizers, which all exporters of the process share."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count, repeat
 from operator import attrgetter, is_not
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -67,68 +67,70 @@ def _unused(name: str, taken: Iterable[str]) -> str:
     return next(free for free in numbered if free not in taken)
 
 
-class StepHooks(NamedTuple):
-    """The hooks of one exporter.
-
-    Parameters
-    ----------
-    begins, ends : Hook
-        Called with an optimizer, its arguments and its keyword arguments before and after its step.
-    """
-
-    begins: Hook
-    ends: Hook
-
-
-# process-wide, as torch's global hooks are
-_called: tuple[StepHooks, ...] = ()
-_handles: tuple[RemovableHandle, ...] = ()
-_lock = RLock()
-
-
-def call_at_steps(hooks: StepHooks) -> Remove:
-    """Call hooks before and after the step of any optimizer, until the returned function is called.
+class CallsEach:
+    """A global hook of torch that calls the hooks of all exporters.
 
     torch iterates over its dictionary of global hooks in each step, so a change of this dictionary raises in the step of another thread.
     Therefore one pair is registered at the first call and never removed; it reads an immutable tuple.
     """
-    with _lock:
-        _register_once()
-    _replace(hooks, add=True)
-    return lambda: _replace(hooks, add=False)
+
+    __slots__ = ("hooks",)
+
+    def __init__(self) -> None:
+        self.hooks: tuple[Hook, ...] = ()
+
+    def __call__(self, *args: Any) -> None:
+        """Call each hook."""
+        for hook in self.hooks:
+            hook(*args)
+
+    def add(self, hook: Hook) -> None:
+        """Call a hook from now on."""
+        self._replace(lambda hooks: (*hooks, hook))
+
+    def remove(self, hook: Hook) -> None:
+        """Call a hook no more."""
+        self._replace(lambda hooks: tuple(each for each in hooks if each is not hook))
+
+    def _replace(self, change: Callable[[tuple[Hook, ...]], tuple[Hook, ...]]) -> None:
+        with _lock:
+            is_done = False
+            while not is_done:  # a garbage collection while the tuple is made may remove the hooks of other exporters
+                before = self.hooks
+                after = change(before)
+                if is_done := self.hooks is before:
+                    self.hooks = after
 
 
-def _replace(hooks: StepHooks, add: bool) -> None:
-    global _called
-    with _lock:
-        is_done = False
-        while not is_done:  # a garbage collection while the tuple is made may remove the hooks of other exporters
-            before = _called
-            after = (*(each for each in before if each is not hooks), *((hooks,) if add else ()))
-            if is_done := _called is before:
-                _called = after
+call_from_compiled(CallsEach.__call__)
+
+# process-wide, as torch's global hooks are
+BEFORE_STEP, AFTER_STEP = CallsEach(), CallsEach()
+_handles: tuple[RemovableHandle, ...] = ()
+_lock = RLock()
 
 
-def _register_once() -> None:
+def call_at_steps(begins: Hook, ends: Hook) -> Remove:
+    """Call hooks with an optimizer and its arguments before and after the step of any optimizer, until the returned function is called."""
     global _handles
-    if not _handles or any(handle.id not in (handle.hooks_dict_ref() or ()) for handle in _handles):
-        for handle in _handles:
-            handle.remove()
-        _handles = register_optimizer_step_pre_hook(_step_begins), register_optimizer_step_post_hook(_step_ends)
+    with _lock:
+        if not _handles or any(handle.id not in (handle.hooks_dict_ref() or ()) for handle in _handles):
+            for handle in _handles:
+                handle.remove()
+            _handles = (
+                register_optimizer_step_pre_hook(BEFORE_STEP),
+                register_optimizer_step_post_hook(AFTER_STEP),
+            )
+    BEFORE_STEP.add(begins)
+    AFTER_STEP.add(ends)
 
+    def remove() -> None:
+        try:
+            BEFORE_STEP.remove(begins)
+        finally:
+            AFTER_STEP.remove(ends)
 
-def _step_begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for hooks in _called:
-        hooks.begins(optimizer, args, kwargs)
-
-
-def _step_ends(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for hooks in _called:
-        hooks.ends(optimizer, args, kwargs)
-
-
-call_from_compiled(_step_begins)
-call_from_compiled(_step_ends)
+    return remove
 
 
 _GRADIENT = attrgetter("parameter.grad")

@@ -103,6 +103,66 @@ class Permits:
         return float(first[_NANOSECONDS] + second[_NANOSECONDS] + third[_NANOSECONDS]) * 1e-9
 
 
+MOST_LOSSES = 20
+"""How many losses `CountedSteps` has memory for."""
+
+
+class CountedSteps(ctypes.Structure):
+    """Memory in which native functions and `IdleSteps` write what they know of steps of which only the loss is wanted.
+
+    Attributes
+    ----------
+    thread : int
+        The thread whose events native functions handle; 0 for none.
+    seen : int
+        The events of the open step so far.
+    takes_losses, is_observed : int
+        Whether losses are wanted, and the arguments of the model and the loss.
+    size, most : int
+        The number of the optimizer's parameters, and that of losses after which the counting ends.
+    nodes, behind : int
+        The numbers of the first node of the open forward, and of the first behind it.
+    is_own : int
+        Whether the first argument of the loss module is the output of the root.
+    nanoseconds : int
+        The time that was spent on events.
+    loss, threshold : float
+        The loss of the open step, and the largest one that is usual.
+    nodes_at_end, nanoseconds_at_end : int
+        The number of the next node, and the time spent, at the end of the last step.
+    count : int
+        The number of losses.
+    losses, ends : array
+        The loss of each step, and the time of its end in seconds of the clock.
+    """
+
+    thread: int
+    seen: int
+    takes_losses: bool
+    is_observed: bool
+    size: int
+    most: int
+    nodes: int
+    behind: int
+    is_own: bool
+    nanoseconds: int
+    loss: float
+    threshold: float
+    nodes_at_end: int
+    nanoseconds_at_end: int
+    count: int
+    losses: "ctypes.Array[ctypes.c_double]"
+    ends: "ctypes.Array[ctypes.c_double]"
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("thread", "seen", "takes_losses", "is_observed", "size", "most")),
+        *((name, ctypes.c_int64) for name in ("nodes", "behind", "is_own", "nanoseconds")),
+        *((name, ctypes.c_double) for name in ("loss", "threshold")),
+        *((name, ctypes.c_int64) for name in ("nodes_at_end", "nanoseconds_at_end", "count")),
+        *((name, ctypes.c_double * MOST_LOSSES) for name in ("losses", "ends")),
+    )
+
+
 class HookFunctions:
     """The functions of ``hooks.cpp``.
 
@@ -120,9 +180,9 @@ class HookFunctions:
 
     Attributes
     ----------
-    events : tuple of callable
-        The functions of the events of steps that are only counted, in their order; each takes a weak reference to an object of
-        `IdleSteps` and the arguments of the event, and returns whether the event was a usual one.
+    call_natively : callable
+        Lets objects of a class be called without Python: its hooks where their attribute `count` handles the event, or, if the second
+        argument is true, each of their attribute `hooks`.
     """
 
     def __init__(self, library: ctypes.CDLL, kernels: Library) -> None:
@@ -132,7 +192,7 @@ class HookFunctions:
                 *(with_lock.set_up, with_lock.watch_gradient, with_lock.watch_parameters),
             )
             self._output, self._gradient = with_lock.output_function, with_lock.gradient_of
-            event_function = with_lock.event_function
+            self._handler, self.call_natively = with_lock.event_handler, with_lock.call_natively
         except AttributeError as error:
             raise RuntimeError(f"the native library has no such function: {error}") from error
         number, held = ctypes.c_int64, ctypes.py_object
@@ -143,8 +203,8 @@ class HookFunctions:
         self._gradient.argtypes, self._gradient.restype = (*[number] * 3, held), held
         self._watch.argtypes, self._watch.restype = (held, held), ctypes.c_int
         self._watch_all.argtypes, self._watch_all.restype = (held, held), held
-        event_function.argtypes, event_function.restype = (number,), held
-        self.events: tuple[Callable[..., bool], ...] = tuple(map(event_function, range(6)))
+        self._handler.argtypes, self._handler.restype = (number, number, held, held), held
+        self.call_natively.argtypes, self.call_natively.restype = (held, ctypes.c_int), None
         set_up(ctypes.addressof(self._functions), self._empty.ctypes.data, GLOBAL_FORWARD_HOOKS)
         self._check()
 
@@ -185,6 +245,10 @@ class HookFunctions:
         """
         made: object = self._gradient(permits.addresses[which], row, forward, (hook, permits))
         return made
+
+    def handlers(self, steps: CountedSteps, idle: object) -> list[object]:
+        """Return what handles the usual events of steps that an object of `IdleSteps` counts, in their order."""
+        return [self._handler(ctypes.addressof(steps), event, idle, steps) for event in range(6)]
 
     def watch(self, x: Tensor, gradient: object) -> bool:
         """Register what `gradient` has returned on a tensor that is no view; return whether that was possible."""

@@ -326,9 +326,25 @@ PyMethodDef output_method = {"record_output", reinterpret_cast<PyCFunction>(rein
 
 // -- steps of which only the loss is wanted --
 
+// What is known of them; `CountedSteps` has the same order.
+constexpr int LOSSES = 20;
+struct Counted {
+    int64_t thread;        // the thread whose events are handled here; 0 for none
+    int64_t seen;          // the events of the open step so far
+    int64_t takes_losses, is_observed;
+    int64_t size, most;    // the number of the optimizer's parameters, and that of losses, of which Python counts the last
+    int64_t nodes, behind; // the numbers of the first node of the open forward, and of the first behind it
+    int64_t is_own;        // whether the first argument of the loss module is the output of the root
+    int64_t nanoseconds;   // spent on events
+    double loss, threshold;
+    int64_t nodes_at_end, nanoseconds_at_end;  // of the last step
+    int64_t count;         // the number of losses
+    double losses[LOSSES], ends[LOSSES];
+};
+enum Seen { AWAITED, CALLED, RETURNED, COMPUTING, STEPPING };
+
 // Each function below does what the method of `IdleSteps` with its name does with an event, if the event is the usual one, and returns
-// whether it was.  It reads and writes the slots of that object and of those that it holds, because each object that is touched costs:
-// the caches are cold.  It changes nothing before everything is checked.
+// whether it was.  It touches few objects, because the caches are cold, and changes nothing before everything is checked.
 
 using Name = const char;
 // Return where an object of a class with slots has an attribute; a name belongs to one class.
@@ -352,21 +368,9 @@ bool refers(PyObject *reference, PyObject *object) {
     return PyWeakref_Check(reference) && PyWeakref_GetObject(reference) == object && object != Py_None;
 }
 
-constexpr Name SEEN[] = "_seen", THREAD[] = "_thread", ROOT[] = "_root", NODES[] = "_nodes", BEHIND[] = "_behind", OUTPUT[] = "_output",
-               CALL[] = "_call", ARGUMENTS[] = "_arguments", LOSS_ARGUMENTS[] = "_loss_arguments", LOSS[] = "_loss", LOSSES[] = "_losses",
-               THRESHOLD[] = "_threshold", OPTIMIZER[] = "_optimizer", SIZE[] = "_size", MOST[] = "_most", RUN[] = "_run",
-               QUEUE[] = "_queue", ENDED[] = "_ended", TAKES[] = "_takes_losses", NATIVE[] = "_is_native",
-               CONTEXT[] = "_context", THREAD_STATE[] = "_thread_state",
-               HANDLERS[] = "_handlers", CALLED_HANDLERS[] = "idle_handlers", STOPWATCH[] = "stopwatch", SPENT[] = "spent",
-               OBSERVER[] = "observer", INTERRUPTED[] = "is_interrupted", VALUES[] = "losses", RATES[] = "rates", ENDS[] = "ends",
-               RUNNING[] = "subscriber_is_running", TRAINING[] = "training", GROUPS[] = "param_groups", CONTROL[] = "control",
-               REQUEST[] = "request";
-
-enum Seen { AWAITED, CALLED, RETURNED, COMPUTING, STEPPING };
-bool has_seen(PyObject *idle, Seen event) { return PyLong_AsLong(slot<SEEN>(idle)) == event; }
-bool see(PyObject *idle, Seen event) { return set<SEEN>(idle, PyLong_FromLong(event)); }
-bool is_observed(PyObject *idle) { return slot<OBSERVER>(slot<CONTEXT>(idle)) != Py_None; }
-PyObject *present_node() { return PyLong_FromUnsignedLongLong(at::sequence_number::peek()); }
+constexpr Name ROOT[] = "_root", OUTPUT[] = "_output", CALL[] = "_call", ARGUMENTS[] = "_arguments", LOSS_ARGUMENTS[] = "_loss_arguments",
+               OPTIMIZER[] = "_optimizer", RATES[] = "_rates", QUEUE[] = "_queue", CONTROL[] = "_control", REQUEST[] = "request",
+               TRAINING[] = "training", GROUPS[] = "param_groups", COUNT[] = "count", HOOKS[] = "hooks";
 
 bool is_tensor(PyObject *object) { return reinterpret_cast<PyObject *>(Py_TYPE(object)) == THPVariableClass; }
 // Whether an object is one number of the host that can be read from memory.
@@ -382,110 +386,150 @@ double value_of(PyObject *object) {
                                             : static_cast<float>(*static_cast<const c10::BFloat16 *>(data));
 }
 
-bool root_begins(PyObject *idle, PyObject *const *arguments) {  // module, args, kwargs
-    if (!has_seen(idle, AWAITED) || !refers(slot<ROOT>(idle), arguments[0]) || get<TRAINING>(arguments[0]).get() != Py_True ||
-        !c10::GradMode::is_enabled() || slot<INTERRUPTED>(slot<CONTEXT>(idle)) != Py_False ||
-        get<RUNNING>(slot<THREAD_STATE>(idle)).get() != Py_False) return false;
-    return set<NODES>(idle, present_node()) &&
-           (!is_observed(idle) || set<ARGUMENTS>(idle, PyTuple_Pack(2, arguments[1], arguments[2]))) && see(idle, CALLED);
+bool root_begins(Counted &steps, PyObject *idle, PyObject *const *arguments) {  // module, args, kwargs
+    if (steps.seen != AWAITED || !refers(slot<ROOT>(idle), arguments[0]) || get<TRAINING>(arguments[0]).get() != Py_True ||
+        !c10::GradMode::is_enabled() || is_transformed_or_traced() || c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+        torch::autograd::get_current_graph_task_id() != -1) return false;
+    if (steps.is_observed && !set<ARGUMENTS>(idle, PyTuple_Pack(2, arguments[1], arguments[2]))) return false;
+    steps.nodes = at::sequence_number::peek(), steps.seen = CALLED;
+    return true;
 }
 
-bool root_ends(PyObject *idle, PyObject *const *arguments) {  // module, args, kwargs, output
-    return has_seen(idle, CALLED) && set<BEHIND>(idle, present_node()) &&
-           (!is_tensor(arguments[3]) || set<OUTPUT>(idle, PyWeakref_NewRef(arguments[3], nullptr))) && see(idle, RETURNED);
+bool root_ends(Counted &steps, PyObject *idle, PyObject *const *arguments) {  // module, args, kwargs, output
+    if (steps.seen != CALLED || (is_tensor(arguments[3]) && !set<OUTPUT>(idle, PyWeakref_NewRef(arguments[3], nullptr)))) return false;
+    steps.behind = at::sequence_number::peek(), steps.seen = RETURNED;
+    return true;
 }
 
-bool loss_called(PyObject *idle, PyObject *const *arguments) {  // module, args, kwargs, output
+bool loss_called(Counted &steps, PyObject *idle, PyObject *const *arguments) {  // module, args, kwargs, output
     PyObject *const given = arguments[1];
-    if (!has_seen(idle, RETURNED) || slot<TAKES>(idle) != Py_True || slot<CALL>(idle) != Py_None || PyTuple_GET_SIZE(given) != 2 ||
-        PyDict_GET_SIZE(arguments[2]) || !THPVariable_CheckExact(PyTuple_GET_ITEM(given, 1)) || !is_number(arguments[3])) return false;
+    if (steps.seen != RETURNED || !steps.takes_losses || slot<CALL>(idle) != Py_None || PyTuple_GET_SIZE(given) != 2 ||
+        PyDict_GET_SIZE(arguments[2]) || !THPVariable_CheckExact(PyTuple_GET_ITEM(given, 1)) || !is_number(arguments[3]) ||
+        is_transformed_or_traced() || torch::autograd::get_current_graph_task_id() != -1) return false;
     THPObjectPtr result(PyWeakref_NewRef(arguments[3], nullptr));
-    PyObject *const is_own = refers(slot<OUTPUT>(idle), PyTuple_GET_ITEM(given, 0)) ? Py_True : Py_False;
-    return result && set<LOSS>(idle, PyFloat_FromDouble(value_of(arguments[3]))) &&
-           set<CALL>(idle, PyTuple_Pack(4, arguments[0], PyTuple_GET_ITEM(given, 1), result.get(), is_own)) &&
-           (!is_observed(idle) || set<LOSS_ARGUMENTS>(idle, Py_NewRef(given)));
+    if (!result || !set<CALL>(idle, PyTuple_Pack(3, arguments[0], PyTuple_GET_ITEM(given, 1), result.get()))) return false;
+    if (steps.is_observed) set<LOSS_ARGUMENTS>(idle, Py_NewRef(given));
+    steps.loss = value_of(arguments[3]), steps.is_own = refers(slot<OUTPUT>(idle), PyTuple_GET_ITEM(given, 0));
+    return true;
 }
 
-bool backward_starts(PyObject *idle, PyObject *const *arguments) {  // roots, gradients, whether it adds to those of all leaves
+bool backward_starts(Counted &steps, PyObject *idle, PyObject *const *arguments) {  // roots, gradients, whether it adds to those of all leaves
     PyObject *const root = only(arguments[0]), *const factor = only(arguments[1]), *const call = slot<CALL>(idle);
-    if (!has_seen(idle, RETURNED) || call == Py_None || PyTuple_GET_ITEM(call, 3) != Py_True || arguments[2] != Py_True || !root ||
-        !refers(PyTuple_GET_ITEM(call, 2), root) || !is_number(root) || !factor || !is_number(factor) || value_of(factor) != 1)
-        return false;
-    return PyFloat_AsDouble(slot<LOSS>(idle)) <= PyFloat_AsDouble(slot<THRESHOLD>(idle)) &&
-           set<LOSS_ARGUMENTS>(idle, PyTuple_New(0)) && see(idle, COMPUTING);
+    if (steps.seen != RETURNED || call == Py_None || !steps.is_own || arguments[2] != Py_True || !root ||
+        !refers(PyTuple_GET_ITEM(call, 2), root) || !is_number(root) || !factor || !is_number(factor) || value_of(factor) != 1 ||
+        !(steps.loss <= steps.threshold) || is_transformed_or_traced()) return false;
+    steps.seen = COMPUTING;
+    return !steps.is_observed || set<LOSS_ARGUMENTS>(idle, PyTuple_New(0));
 }
 
-bool optimizer_begins(PyObject *idle, PyObject *const *arguments) {  // optimizer, args, kwargs
+bool optimizer_begins(Counted &steps, PyObject *idle, PyObject *const *arguments) {  // optimizer, args, kwargs
     static PyObject *const lr = PyUnicode_InternFromString("lr"), *const params = PyUnicode_InternFromString("params");
-    if (!has_seen(idle, COMPUTING) || slot<CALL>(idle) == Py_None || !refers(slot<OPTIMIZER>(idle), arguments[0]) ||
-        PyTuple_GET_SIZE(arguments[1]) > 1 || PyDict_GET_SIZE(arguments[2])) return false;
-    THPObjectPtr groups = get<GROUPS>(arguments[0]), rates(PyList_New(0));
-    if (!groups || !rates || !PyList_CheckExact(groups.get())) return false;
-    Py_ssize_t size = 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups.get()); i++) {
-        PyObject *const group = PyList_GET_ITEM(groups.get(), i);
-        if (!PyDict_CheckExact(group)) return false;
-        PyObject *const rate = PyDict_GetItem(group, lr), *const parameters = PyDict_GetItem(group, params);
-        if (!rate || !PyFloat_CheckExact(rate) || PyFloat_AS_DOUBLE(rate) == 0 || !parameters || !PyList_CheckExact(parameters) ||
-            PyList_Append(rates.get(), rate)) return false;
-        size += PyList_GET_SIZE(parameters);
+    PyObject *const all = slot<RATES>(idle), *before = nullptr;
+    if (steps.seen != COMPUTING || slot<CALL>(idle) == Py_None || !refers(slot<OPTIMIZER>(idle), arguments[0]) ||
+        PyTuple_GET_SIZE(arguments[1]) > 1 || PyDict_GET_SIZE(arguments[2]) || torch::autograd::get_current_graph_task_id() != -1)
+        return false;
+    THPObjectPtr groups = get<GROUPS>(arguments[0]);
+    if (!groups || !PyList_CheckExact(groups.get())) return false;
+    const Py_ssize_t count = PyList_GET_SIZE(groups.get());
+    if (PyList_GET_SIZE(all)) before = PyList_GET_ITEM(all, PyList_GET_SIZE(all) - 1);
+    bool is_as_before = before && PyList_GET_SIZE(before) == count;
+    int64_t size = 0;
+    THPObjectPtr rates;
+    for (int pass = 0; pass < 2; pass++) {  // the second one for rates that have changed
+        if (pass && !(rates = THPObjectPtr(PyList_New(0)))) return false;
+        for (Py_ssize_t i = 0; i < count; i++) {
+            PyObject *const group = PyList_GET_ITEM(groups.get(), i);
+            if (!PyDict_CheckExact(group)) return false;
+            PyObject *const rate = PyDict_GetItem(group, lr), *const parameters = PyDict_GetItem(group, params);
+            if (!rate || !PyFloat_CheckExact(rate) || PyFloat_AS_DOUBLE(rate) == 0 || !parameters || !PyList_CheckExact(parameters) ||
+                (pass && PyList_Append(rates.get(), rate))) return false;
+            if (!pass) size += PyList_GET_SIZE(parameters), is_as_before = is_as_before && PyList_GET_ITEM(before, i) == rate;
+        }
+        if (is_as_before) break;
     }
-    return size == PyLong_AsSsize_t(slot<SIZE>(idle)) && PyList_Append(slot<RATES>(slot<LOSSES>(idle)), rates.get()) == 0 &&
-           see(idle, STEPPING);
+    if (size != steps.size || PyList_Append(all, is_as_before ? before : rates.get())) return false;
+    steps.seen = STEPPING;
+    return true;
 }
 
-bool optimizer_ends(PyObject *idle, PyObject *const *arguments) {  // optimizer, args, kwargs
-    PyObject *const run = slot<RUN>(idle), *const losses = slot<VALUES>(slot<LOSSES>(idle)), *const ends = slot<ENDS>(slot<LOSSES>(idle));
-    if (!has_seen(idle, STEPPING) || slot<TAKES>(idle) != Py_True || !refers(slot<OPTIMIZER>(idle), arguments[0]) ||
-        PyObject_Size(slot<QUEUE>(idle)) || PyList_GET_SIZE(losses) + 1 >= PyFloat_AsDouble(slot<MOST>(idle)))
+bool optimizer_ends(Counted &steps, PyObject *idle, PyObject *const *arguments) {  // optimizer, args, kwargs
+    PyObject *const control = slot<CONTROL>(idle);
+    if (steps.seen != STEPPING || !steps.takes_losses || !refers(slot<OPTIMIZER>(idle), arguments[0]) || PyObject_Size(slot<QUEUE>(idle)) ||
+        (control != Py_None && slot<REQUEST>(control) != Py_None) || steps.count + 1 >= steps.most)
         return false;  // the last step of a block ends the counting, in Python
-    if (run != Py_None) {
-        THPObjectPtr control = get<CONTROL>(run);
-        if (!control || get<REQUEST>(control.get()).get() != Py_None) return false;
-    }
-    THPObjectPtr nodes(present_node()), ended(PyFloat_FromDouble(now() * 1e-9));
-    PyObject *const spent = slot<SPENT>(slot<STOPWATCH>(slot<CONTEXT>(idle)));
-    return nodes && ended && set<ENDED>(idle, PyTuple_Pack(3, nodes.get(), ended.get(), spent)) &&
-           PyList_Append(ends, ended.get()) == 0 && PyList_Append(losses, slot<LOSS>(idle)) == 0 && see(idle, AWAITED) &&
-           set<CALL>(idle, Py_NewRef(Py_None)) && set<OUTPUT>(idle, Py_NewRef(Py_None)) &&
-           (!is_observed(idle) || set<ARGUMENTS>(idle, Py_BuildValue("((){})")));
+    if (steps.is_observed && !set<ARGUMENTS>(idle, Py_BuildValue("((){})"))) return false;
+    set<CALL>(idle, Py_NewRef(Py_None)), set<OUTPUT>(idle, Py_NewRef(Py_None));
+    steps.losses[steps.count] = steps.loss, steps.ends[steps.count] = now() * 1e-9;
+    steps.nodes_at_end = at::sequence_number::peek(), steps.nanoseconds_at_end = steps.nanoseconds;
+    steps.count++, steps.seen = AWAITED;
+    return true;
 }
 
-using Event = bool (*)(PyObject *idle, PyObject *const *arguments);
-bool counts(PyObject *idle) {
-    return slot<HANDLERS>(idle) == slot<CALLED_HANDLERS>(slot<CONTEXT>(idle)) && slot<NATIVE>(idle) == Py_True &&
-           PyLong_AsUnsignedLong(slot<THREAD>(idle)) == PyThread_get_thread_ident() && !is_transformed_or_traced() &&
-           !c10::impl::TorchDispatchModeTLS::any_modes_set() && torch::autograd::get_current_graph_task_id() == -1;
-}
+using Event = bool (*)(Counted &steps, PyObject *idle, PyObject *const *arguments);
+const Event EVENTS[] = {root_begins, root_ends, loss_called, backward_starts, optimizer_begins, optimizer_ends};
+const int ARGUMENT_COUNTS[] = {3, 4, 4, 3, 3, 3};
 
-// Handle an event if it is usual, and return whether it was.  The first argument is a weak reference to an object of `IdleSteps`.
-template <Event event, int count> PyObject *handle(PyObject *, PyObject *const *arguments, Py_ssize_t given) {
+// What handles an event of a hook: of which number, and for which object of `IdleSteps`, to which it refers weakly.
+struct Handler {
+    Counted *steps;
+    int64_t event;
+    PyObject *reference, *kept;
+};
+
+// Handle an event if it is usual, and return whether it was, or -1 with an exception of the user's.
+int handle(const Handler &handler, PyObject *arguments) {
+    Counted &steps = *handler.steps;
+    if (steps.thread != static_cast<int64_t>(PyThread_get_thread_ident()) || PyTuple_GET_SIZE(arguments) != ARGUMENT_COUNTS[handler.event])
+        return false;
     const int64_t began = now();
-    THPObjectPtr idle(Py_NewRef(PyWeakref_GetObject(arguments[0])));
+    THPObjectPtr idle(Py_NewRef(PyWeakref_GetObject(handler.reference)));
     bool is_done = false;
     try {
-        is_done = idle.get() != Py_None && given == count && counts(idle.get()) && event(idle.get(), arguments + 1);
-        if (is_done) {
-            PyObject *const stopwatch = slot<STOPWATCH>(slot<CONTEXT>(idle.get()));
-            set<SPENT>(stopwatch, PyFloat_FromDouble(PyFloat_AsDouble(slot<SPENT>(stopwatch)) + (now() - began) * 1e-9));
-        }
+        is_done = idle.get() != Py_None && EVENTS[handler.event](steps, idle.get(), &PyTuple_GET_ITEM(arguments, 0));
     } catch (const std::exception &) {  // of a tensor that cannot be read
     }
+    if (is_done) steps.nanoseconds += now() - began;
     if (PyErr_Occurred()) {
-        if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;  // it is the user's
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1;
         PyErr_Clear();
     }
-    return PyBool_FromLong(is_done);
+    return is_done;
 }
-template <Event event, int count> PyMethodDef METHOD = {
-    "count", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(handle<event, count>)), METH_FASTCALL, nullptr};
-PyMethodDef *const EVENTS[] = {&METHOD<root_begins, 4>,     &METHOD<root_ends, 5>,        &METHOD<loss_called, 5>,
-                               &METHOD<backward_starts, 4>, &METHOD<optimizer_begins, 4>, &METHOD<optimizer_ends, 4>};
+
+// The slots of classes for what `__call__` does, so that a usual event needs no frame of Python: of a hook, and of what calls several.
+ternaryfunc call_in_python;
+PyObject *call_hook(PyObject *hook, PyObject *arguments, PyObject *names) {
+    PyObject *const count = slot<COUNT>(hook);
+    const int is_done = count == Py_None || names ? 0 : handle(*static_cast<Handler *>(PyCapsule_GetPointer(count, nullptr)), arguments);
+    return is_done < 0 ? nullptr : is_done ? Py_NewRef(Py_None) : call_in_python(hook, arguments, names);
+}
+PyObject *call_each(PyObject *object, PyObject *arguments, PyObject *names) {
+    THPObjectPtr hooks(Py_NewRef(slot<HOOKS>(object)));  // an immutable tuple
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(hooks.get()); i++) {
+        if (!THPObjectPtr(PyObject_Call(PyTuple_GET_ITEM(hooks.get(), i), arguments, names))) return nullptr;
+    }
+    Py_RETURN_NONE;
+}
 
 }  // namespace
 
-// Return the function that handles the event with a number.
-extern "C" PyObject *event_function(int64_t event) { return PyCFunction_New(EVENTS[event], nullptr); }
+// Return what handles the event with a number; `kept` owns the memory of `steps`.
+extern "C" PyObject *event_handler(int64_t steps, int64_t event, PyObject *idle, PyObject *kept) {
+    THPObjectPtr reference(PyWeakref_NewRef(idle, nullptr));
+    if (!reference) return nullptr;
+    auto *const made = new Handler{reinterpret_cast<Counted *>(steps), event, reference.release(), Py_NewRef(kept)};
+    return PyCapsule_New(made, nullptr, [](PyObject *capsule) {
+        auto *const handler = static_cast<Handler *>(PyCapsule_GetPointer(capsule, nullptr));
+        Py_DECREF(handler->reference), Py_DECREF(handler->kept);
+        delete handler;
+    });
+}
+
+// Call objects of a class without Python: its hooks where `count` handles the event, or each of its `hooks`.
+extern "C" void call_natively(PyTypeObject *cls, int has_several) {
+    if (!has_several && cls->tp_call != call_hook) call_in_python = cls->tp_call;
+    cls->tp_call = has_several ? call_each : call_hook;
+}
 
 // Take the kernels and the function that merges rows, a row of no elements, and the forward hooks of all modules; Python keeps them alive.
 extern "C" void set_up(void *const *functions, const void *row, PyObject *hooks) {
