@@ -245,13 +245,13 @@ class Judge:
             self._flush()
         if pass_name == TRAINING and step < self._history.step:
             self.rewind(step)
-        kind = self._kind_between(values[0]) if kind == LOSS_BETWEEN else kind
+        is_usual = pass_name == TRAINING and all(map(math.isfinite, values))
+        if kind in _LOSSES and names[0] is None and (not is_usual or self._is_spike(step, values[0])):
+            kind = "loss"
         self._history.add_all(kind, names, step, values, pass_name)
         self._changed.add(kind)
-        if pass_name != TRAINING or not all(map(math.isfinite, values)):
+        if not is_usual:
             self._urgent.add(kind)
-        elif kind in _LOSSES and names[0] is None:
-            self._score_loss(step, values[0])
 
     def defer(self, kind: str, name: str | None, step: int, value: float) -> None:
         """Add a value of a training step, at the latest when a rule judges its kind; a kind that no rule reads is ignored.
@@ -264,10 +264,9 @@ class Judge:
         if step < last or value - value != 0:
             self.add(kind, name, step, value)
             return
-        kind = self._kind_between(value) if kind == LOSS_BETWEEN else kind
+        if kind in _LOSSES and name is None and self._is_spike(step, value):
+            kind = "loss"
         self._deferred.append((kind, name, step, value))
-        if kind in _LOSSES and name is None:
-            self._score_loss(step, value)
 
     @property
     def loss_threshold(self) -> float:
@@ -279,15 +278,13 @@ class Judge:
         """Whether a value was added that is judged at once."""
         return bool(self._urgent)
 
-    def _kind_between(self, value: float) -> str:
-        """Return the kind of a loss between two that rules read: they read it as well if it is a spike or not finite."""
-        return "loss" if value - value != 0 or self._history.loss_score.of(value) > LIMIT else LOSS_BETWEEN
-
-    def _score_loss(self, step: int, value: float) -> None:
-        """Compute the spike score of a loss; a spike is judged at once."""
-        if self._history.score_loss(step, value) > LIMIT:
+    def _is_spike(self, step: int, value: float) -> bool:
+        """Compute the spike score of a loss; return whether it is a spike, which is judged at once."""
+        is_spike = self._history.score_loss(step, value) > LIMIT
+        if is_spike:
             self._due_at = step
             self._urgent.add("loss")
+        return is_spike
 
     def _flush(self) -> None:
         """Add the values that were deferred."""

@@ -240,7 +240,7 @@ class RuleSubscriber(Subscriber):
             return
         values = batch.data if isinstance(batch.data, np.ndarray) else batch.records.mean
         if not is_read:
-            self._add_loss(stamp, float(values[0]))
+            self._add_loss(stamp.global_step, float(values[0]), is_read=False)
         elif len(names) == 1 and stamp.pass_name == TRAINING:  # the loss, which has a value in every step
             self.judge.defer(batch.kind, names[0], stamp.global_step, float(values[0]))
             self._keep(self._curve_group(batch.names, batch.kind, TRAINING), values, stamp.global_step)
@@ -250,16 +250,17 @@ class RuleSubscriber(Subscriber):
     def compute_losses(self, block: StepLosses) -> None:
         """Add the losses and learning rates of steps in a row, and judge each of the steps."""
         for stamp, loss, rates in zip(block.stamps(), block.losses, block.rates, strict=False):
-            self._add_loss(stamp, loss)
-            if self._reads(stamp):
+            self._add_loss(stamp.global_step, loss, is_read := self._reads(stamp))
+            if is_read:
                 self._add_groups(stamp.global_step, dict(zip(block.names, rates, strict=True)), {})
-            self._end_step(stamp, is_stored=False)
+            if is_read or self.judge.is_urgent:
+                self._end_step(stamp, is_stored=False)
         self._store_steps(stamp)
 
-    def _add_loss(self, stamp: Stamp, loss: float) -> None:
-        group = _LOSS if self._reads(stamp) else _LOSS_BETWEEN
-        self.judge.defer(group.kind, None, stamp.global_step, loss)
-        self._keep(group, np.array([loss]), stamp.global_step)
+    def _add_loss(self, step: int, loss: float, is_read: bool) -> None:
+        group = _LOSS if is_read else _LOSS_BETWEEN
+        self.judge.defer(group.kind, None, step, loss)
+        self._keep(group, np.array([loss]), step)
 
     def loss_threshold(self) -> float:
         """Return the loss above which a step is measured itself, see `ikkuna.numerics.spike_score`."""
@@ -318,12 +319,11 @@ class RuleSubscriber(Subscriber):
         StopTraining
             If `stop` asks for it.
         """
-        self._end_step(stamp)
+        if self._reads(stamp) or self.judge.is_urgent:
+            self._end_step(stamp)
 
     def _end_step(self, stamp: Stamp, is_stored: bool = True) -> None:
         """Judge a step, store it unless that can wait until the end of a block, and act on the new findings."""
-        if not (self._reads(stamp) or self.judge.is_urgent):
-            return
         judged = [*self._check_first_step(stamp.global_step), *self.judge.finish_step(stamp.global_step)]
         if (run := getattr(self._host, "run", None)) is not None:
             self._mute = self._muted_first | run.control.mute  # by another process

@@ -250,10 +250,10 @@ _run_backward: Any = None
 
 def _run_observed_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     if graph_task() == -1:  # the outermost one
-        gradients, *_, inputs = (*args, (), ()) if len(args) < 2 else args
-        accumulates = kwargs.get("accumulate_grad", False) and not inputs
+        # arguments: gradients, whether the graph is kept, and made, inputs
+        accumulates = kwargs.get("accumulate_grad", False) and not (len(args) > 3 and args[3])
         for call in _before_backward:
-            call(t_outputs, gradients, accumulates)
+            call(t_outputs, args[0] if args else (), accumulates)
     return _run_backward(t_outputs, *args, **kwargs)
 
 

@@ -263,7 +263,7 @@ def test_a_step_between_samples_of_a_default_watch_makes_few_calls(with_module, 
             sys.setprofile(None)
             counts += [len([code for code in codes if code.co_filename.startswith(home)])] if codes else []
     is_native = with_module and hook_functions(library(), wait=True) is not None
-    assert 0 < min(counts) <= max(counts) <= (9 if is_native else 30)
+    assert 0 < min(counts) <= max(counts) <= (2 if is_native else 30)
     assert watched.health().steps == 29
 
 
@@ -291,7 +291,7 @@ def test_steps_are_counted_until_facts_are_read_and_their_losses_are_delivered_i
             optimizer.step()
     late = [step for step in opened if step >= 300]
     assert late == [320, 360, 400]
-    assert blocks[-5:] == [(321, 20), (341, 19), (361, 20), (381, 19), (401, 1)]
+    assert blocks[-3:] == [(321, 39), (361, 39), (401, 1)]
 
 
 @pytest.mark.filterwarnings("ignore")

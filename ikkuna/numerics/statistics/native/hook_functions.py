@@ -103,7 +103,7 @@ class Permits:
         return float(first[_NANOSECONDS] + second[_NANOSECONDS] + third[_NANOSECONDS]) * 1e-9
 
 
-MOST_LOSSES = 20
+MOST_LOSSES = 40
 """How many losses `CountedSteps` has memory for."""
 
 

@@ -327,7 +327,7 @@ PyMethodDef output_method = {"record_output", reinterpret_cast<PyCFunction>(rein
 // -- steps of which only the loss is wanted --
 
 // What is known of them; `CountedSteps` has the same order.
-constexpr int LOSSES = 20;
+constexpr int LOSSES = 40;
 struct Counted {
     int64_t thread;        // the thread whose events are handled here; 0 for none
     int64_t seen;          // the events of the open step so far
