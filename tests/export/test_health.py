@@ -90,7 +90,7 @@ def test_a_stopwatch_knows_what_others_have_spent(clock):
         assert watch.overhead(0.5 * step) == pytest.approx(2.5 / 2.5 if step else 0.0)
         assert watch.spent_later == pytest.approx(2.0 * step)
         assert watch.lap() == pytest.approx((5.0, 2.0))
-    watch.steps_passed(ended=40.0, spent=watch.spent)
+    watch.steps_passed(ended=40.0, later=0.0)
     assert watch.overhead(1.5) == pytest.approx(7.5 / 27.5)  # 20 s later, in which nothing was spent
     clock.advance(25.0)
     assert watch.lap() == pytest.approx((5.0, 0.0))

@@ -268,8 +268,9 @@ def test_laps_contain_open_pairs_and_what_was_measured_elsewhere(clock):
     watch.stop()
     clock.now = 20.0
     assert watch.lap() == (7, 3)
-    watch.steps_passed(ended=30.0, spent=50.0)
-    clock.now, watch.spent = 31.0, 50.25
+    watch.spent = 50.25
+    watch.steps_passed(ended=30.0, later=0.25)
+    clock.now = 31.0
     assert watch.lap() == (1, 0.25)
 
 
@@ -284,10 +285,13 @@ def test_the_overhead_is_a_share_of_the_remaining_time_without_the_first_step(cl
     assert watch.spent_later == 1
     assert watch.overhead(1.0) == 2 / (10 - 2)
     elsewhere[0] = 4.5
-    watch.steps_passed(ended=120.0, spent=3.0)
+    watch.spent = 3.0
+    watch.steps_passed(ended=120.0, later=0.0)
     assert watch.spent_later == 2.5
     assert watch.overhead(1.5) == 4 / (20 - 4)
-    watch.steps_passed(ended=120.0, spent=18.5)
+    watch.spent = 18.75
+    watch.steps_passed(ended=120.0, later=0.25)
     assert watch.overhead(1.5) == 19.5 / (20 - 19.5)
-    watch.steps_passed(ended=120.0, spent=20.5)
+    watch.spent = 20.5
+    watch.steps_passed(ended=120.0, later=0.0)
     assert (watch.spent_later, watch.overhead()) == (20, 0)  # no remaining time

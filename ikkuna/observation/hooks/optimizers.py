@@ -111,7 +111,7 @@ _lock = RLock()
 
 
 def call_at_steps(begins: Hook, ends: Hook) -> Remove:
-    """Call hooks with an optimizer and its arguments before and after the step of any optimizer, until the returned function is called."""
+    """Call hooks before and after the step of any optimizer, until the returned function is called."""
     global _handles
     with _lock:
         if not _handles or any(handle.id not in (handle.hooks_dict_ref() or ()) for handle in _handles):
