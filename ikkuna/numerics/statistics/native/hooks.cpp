@@ -500,7 +500,7 @@ int handle(const Handler &handler, PyObject *arguments) {
 ternaryfunc call_in_python;
 PyObject *call_hook(PyObject *hook, PyObject *arguments, PyObject *names) {
     PyObject *const count = slot<COUNT>(hook);
-    const int is_done = count == Py_None || names ? 0 : handle(*static_cast<Handler *>(PyCapsule_GetPointer(count, nullptr)), arguments);
+    const int is_done = !count || !PyCapsule_CheckExact(count) || names ? 0 : handle(*static_cast<Handler *>(PyCapsule_GetPointer(count, nullptr)), arguments);
     return is_done < 0 ? nullptr : is_done ? Py_NewRef(Py_None) : call_in_python(hook, arguments, names);
 }
 PyObject *call_each(PyObject *object, PyObject *arguments, PyObject *names) {
