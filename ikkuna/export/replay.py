@@ -392,10 +392,10 @@ def _renamed(state: dict[str, Any], model: nn.Module, names: Mapping[str, str]) 
     (a replay sets their learning rates for each step).
     """
     stored: dict[str, str] = {}  # the name in the dump by the own name
-    found = dict(state)
+    found, given = dict(state), set(names.values())
     for what, tensors in (("parameters", model.named_parameters()), ("buffers", model.named_buffers())):
         own = [name for name, _ in tensors]
-        rest = iter([name for name in state[what] if name not in names.values()])
+        rest = iter([name for name in state[what] if name not in given])
         kept = {name: names.get(name) or next(rest, name) for name in own}
         if set(kept.values()) != state[what].keys():
             raise DumpError(f"the dump has {len(state[what])} {what}, the model has {len(own)}; they cannot be aligned")

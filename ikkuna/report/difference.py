@@ -117,9 +117,10 @@ def compare_runs(
             if not (first.quantity(kind).is_comparable and second.quantity(kind).is_comparable):
                 continue
             names = set(second.names(kind, pass_name))
+            repeated = [(each, set(each.names(kind, pass_name))) for each in repeats]
             for name in (name for name in first.names(kind, pass_name) if name in names):
                 pair = first.series(kind, name, pass_name), second.series(kind, name, pass_name)
-                others = [each.series(kind, name, pass_name) for each in repeats if name in each.names(kind, pass_name)]
+                others = [each.series(kind, name, pass_name) for each, known in repeated if name in known]
                 found.compared += 1
                 label = kind if pass_name == "training" else f"{kind}.{pass_name}"
                 exact = first.quantity(kind).is_exact
@@ -136,8 +137,9 @@ def compare_runs(
 
 def _compare_modules(found: RunDifference, first: StoredRun, second: StoredRun) -> None:
     names = [[entry.name for entry in run.modules] or list(run.module_names()) for run in (first, second)]
-    found.only_first = [name for name in names[0] if name not in set(names[1])]
-    found.only_second = [name for name in names[1] if name not in set(names[0])]
+    known = [set(of_run) for of_run in names]
+    found.only_first = [name for name in names[0] if name not in known[1]]
+    found.only_second = [name for name in names[1] if name not in known[0]]
     found.common = len(names[0]) - len(found.only_first)
 
 
@@ -323,7 +325,11 @@ def _pairs(first: RunContent, second: RunContent) -> list[tuple[ReportHeatmap, R
         if not names:
             continue
         matrices = [content.run.matrix(kind) for content in (first, second)]
-        chosen = [(steps, values[[own.index(name) for name in names]]) for own, steps, values in matrices]
+        rows = [{name: row for row, name in enumerate(own)} for own, _, _ in matrices]
+        chosen = [
+            (steps, values[[row[name] for name in names]])
+            for row, (_, steps, values) in zip(rows, matrices, strict=True)
+        ]
         quantity = first.run.quantity(kind)
         scale = ColourScale.of(quantity, np.concatenate([values.ravel() for _, values in chosen]))
         drawn = []

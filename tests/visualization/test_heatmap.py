@@ -12,7 +12,7 @@ from ikkuna.backends import mpl, tensorboard
 from ikkuna.backends.pictures import cells as cell_pictures
 from ikkuna.backends.pictures.cells import draw_heatmap, encode_png, grouped
 from ikkuna.backends.pictures.drawing import draw_chart
-from ikkuna.backends.pictures.heatmap import CAPACITY, Heatmap, HeatmapView
+from ikkuna.backends.pictures.heatmap import CAPACITY, Heatmap, HeatmapView, with_missing_rows
 from ikkuna.backends.run import Run
 from ikkuna.backends.tensorboard import HeatmapImage, TensorBoardBackend
 from ikkuna.store.names import Series
@@ -50,6 +50,34 @@ def test_a_long_run_is_thinned_out_evenly_and_keeps_its_last_step():
     assert last <= 2 * stride
     assert held.values[0].tolist() == list(map(float, held.steps))
     assert held.known.all()
+
+
+class CountingName(str):
+    """A name that counts how often it is compared with one that is not the same object."""
+
+    __slots__ = ()
+    comparisons = 0
+
+    def __eq__(self, other):
+        CountingName.comparisons += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+@pytest.mark.parametrize("missing", [0, 1, 300])
+def test_a_row_is_found_without_a_search_through_all_names(missing):
+    number = 1000
+    modules = [ModuleEntry(f"layers.{i}", "Linear", (("weight", (2, 2)),)) for i in range(number)]
+    names = tuple(CountingName(entry.name) for entry in modules[missing:])
+    values, CountingName.comparisons = np.arange(len(names), dtype=np.float64).reshape(-1, 1), 0
+    quantity = Quantity(sources=("weights",))
+    every, filled, known = with_missing_rows(modules, quantity, names[::-1], values, np.ones_like(values, bool))
+    assert CountingName.comparisons <= 10 * number
+    assert set(every) == {entry.name for entry in modules}
+    assert np.flatnonzero(~known[:, 0]).tolist() == list(range(missing))
+    expected = dict(zip(names[::-1], values[:, 0], strict=True))
+    assert [float(x) for x in filled[:, 0] if x == x] == [expected[name] for name in every if name in expected]
 
 
 def test_modules_may_come_late_leave_and_change_their_order():

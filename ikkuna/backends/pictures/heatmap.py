@@ -128,12 +128,14 @@ def with_missing_rows(
     >>> with_missing_rows(modules, Quantity(sources=("weights",)), ("a", "c"), np.ones((2, 1)), np.ones((2, 1), bool))[0]
     ('a', 'b', 'c')
     """
-    wanted = [name for name in _expected(modules, frozenset(quantity.sources)) if name not in names]
+    known = set(names)
+    wanted = [name for name in _expected(modules, frozenset(quantity.sources)) if name not in known]
     if not wanted or len(wanted) > len(names):
         return names, values, present
     order = ModuleOrder(modules)
     every = sorted((*names, *wanted), key=order.key)
-    places = [every.index(name) for name in names]
+    place = {name: row for row, name in enumerate(every)}
+    places = [place[name] for name in names]
     filled, there = np.full((len(every), values.shape[1]), np.nan), np.zeros((len(every), values.shape[1]), bool)
     filled[places], there[places] = values, present
     return tuple(every), filled, there

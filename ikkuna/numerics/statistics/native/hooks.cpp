@@ -413,7 +413,8 @@ bool loss_called(Counted &steps, PyObject *idle, PyObject *const *arguments) {  
     return true;
 }
 
-bool backward_starts(Counted &steps, PyObject *idle, PyObject *const *arguments) {  // roots, gradients, whether it adds to those of all leaves
+// The arguments are the roots, their gradients, and whether the backward adds to those of all leaves.
+bool backward_starts(Counted &steps, PyObject *idle, PyObject *const *arguments) {
     PyObject *const root = only(arguments[0]), *const factor = only(arguments[1]), *const call = slot<CALL>(idle);
     if (steps.seen != RETURNED || call == Py_None || !steps.is_own || arguments[2] != Py_True || !root ||
         !refers(PyTuple_GET_ITEM(call, 2), root) || !is_number(root) || !factor || !is_number(factor) || value_of(factor) != 1 ||
@@ -500,7 +501,10 @@ int handle(const Handler &handler, PyObject *arguments) {
 ternaryfunc call_in_python;
 PyObject *call_hook(PyObject *hook, PyObject *arguments, PyObject *names) {
     PyObject *const count = slot<COUNT>(hook);
-    const int is_done = !count || !PyCapsule_CheckExact(count) || names ? 0 : handle(*static_cast<Handler *>(PyCapsule_GetPointer(count, nullptr)), arguments);
+    int is_done = false;
+    if (count && PyCapsule_CheckExact(count) && !names) {
+        is_done = handle(*static_cast<Handler *>(PyCapsule_GetPointer(count, nullptr)), arguments);
+    }
     return is_done < 0 ? nullptr : is_done ? Py_NewRef(Py_None) : call_in_python(hook, arguments, names);
 }
 PyObject *call_each(PyObject *object, PyObject *arguments, PyObject *names) {
