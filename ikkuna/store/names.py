@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import blake2b
 
 from ikkuna.store.quantity import NEUTRAL, Quantity
@@ -112,6 +112,7 @@ def _cut(tag: str, limit: int = _LIMIT) -> str:
     return data[: limit - len(mark)].decode(errors="ignore") + mark
 
 
+@cache
 def _group(kind: str, pass_name: str) -> str:
     """Return ``kind`` or ``kind.pass``; the pass begins after the first dot that no digit follows."""
     head = re.sub(r"\.(?![0-9])", "%2E", encode(kind).replace("/", "%2F"))
