@@ -70,9 +70,10 @@ class IdleSteps:
     The step tracker gets no events of such steps.  Whatever uses the tracker ends this: the tracker gets the events of the open step first.
     So each other event, call of the user's, and change of what is wanted is handled as if the tracker had seen everything.
 
-    If subscribers take the loss of every step (see `Subscriber.compute_losses`), it is read where its backward begins, on the host alone.
-    The losses are delivered together.  A step whose loss is above the threshold of a subscriber is measured itself:
-    it is sampled by each subscriber that needs no forward, from its backward on.
+    If subscribers take the loss of every step (see `Subscriber.compute_losses`), it is read where the loss module returns it, or else where
+    its backward begins, on the host alone.  The losses are delivered together, `MOST_LOSSES` at most.
+    A step whose loss is above the threshold of a subscriber is measured itself: it is sampled by each subscriber that needs no forward,
+    from its backward on.
 
     Parameters
     ----------

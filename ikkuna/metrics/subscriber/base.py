@@ -158,7 +158,7 @@ class StepLosses:
     began : float
         The time of the end of the step before, in seconds of the clock.
     ends : list of float
-        The time of the end of each step; one more than losses, if an interrupt came between both.
+        The time of the end of each step.
     """
 
     first: Stamp | None = None

@@ -104,7 +104,7 @@ class Permits:
 
 
 MOST_LOSSES = 40
-"""How many losses `CountedSteps` has memory for."""
+"""How many losses `CountedSteps` has memory for; then they are delivered, and the threshold is computed again."""
 
 
 class CountedSteps(ctypes.Structure):
