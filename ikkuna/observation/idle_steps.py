@@ -20,7 +20,8 @@ from ikkuna.observation.hooks.context import SEES_BACKWARD, HookContext, running
 from ikkuna.observation.hooks.forward import ForwardHooks
 from ikkuna.observation.hooks.hook import is_traced
 from ikkuna.observation.hooks.hook_set import HookSet
-from ikkuna.observation.hooks.loss import LossHooks, is_computed_in, is_one_number, needs_outputs
+from ikkuna.observation.hooks.loss import LossHooks, is_one_number, needs_outputs
+from ikkuna.observation.hooks.loss_graph import is_computed_in
 from ikkuna.observation.hooks.optimizers import OptimizerHooks, add_rates
 from ikkuna.observation.logged_values import LoggedValues
 from ikkuna.observation.rows.plan import NOTHING, Plan
@@ -299,7 +300,9 @@ class IdleSteps:
     def _repeat(self, forward: Forward, seen: int) -> None:
         """Record the loss of the open step as hooks would have done that."""
         context, losses, call, counted = self._context, self._hooks.losses, self._call, self._counted
-        losses.expect_backward(forward, self._thread, range(counted.nodes, counted.behind))
+        known = None if self._output is None else self._output()
+        outputs = [] if known is None else [("", known)]
+        losses.expect_backward(forward, self._thread, range(counted.nodes, counted.behind), outputs)
         value = torch.tensor(counted.loss, dtype=torch.float64, device="cpu")
         if seen == _RETURNED:
             if call is not None:
@@ -355,25 +358,29 @@ class IdleSteps:
         with self._lock:
             if is_traced():
                 return True
-            if (
-                counted.seen != _RETURNED
-                or get_ident() != self._thread
-                or graph_task() != -1
-                or (counted.takes_losses and not self._takes_call(module, args, kwargs, output))
-            ):
+            is_usual = counted.seen == _RETURNED and get_ident() == self._thread and graph_task() == -1
+            if not is_usual or (counted.takes_losses and not self._takes_call(module, args, kwargs, output)):
                 self.end()
                 return False
             counted.nanoseconds += perf_counter_ns() - began
             return True
 
     def _takes_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
-        """Keep what is needed of the first call of the loss module; return whether that is enough to record it later."""
+        """Keep what is needed of the first call of the loss module; return whether that is enough to record it later.
+
+        The loss of another model is left out.
+        """
+        counted = self._counted
+        known = None if self._output is None else self._output()
+        if known is None or not args or known is not args[0]:
+            recorded = range(counted.nodes, counted.behind)
+            if not is_computed_in([output], recorded):
+                outputs = [] if known is None else [known]
+                return self._hooks.losses.is_of_another(output, (*args, *kwargs.values()), [recorded], outputs)
         if self._call is not None or kwargs or len(args) != 2 or not is_one_number(output):
             return False
         if not isinstance(args[1], Tensor):
             return False
-        counted = self._counted
-        counted.is_own = self._output is not None and self._output() is args[0]
         counted.loss = output.item()  # the user may change the result in place, or keep no reference to it
         self._call = module, args[1], weakref.ref(output)
         if counted.is_observed:
@@ -390,8 +397,7 @@ class IdleSteps:
             call, is_own, is_here = self._call, None, counted.seen >= _RETURNED and get_ident() == self._thread
             is_of_call = call is not None and len(roots) == 1 and call[2]() is roots[0]
             if is_here:
-                is_own = is_of_call and bool(counted.is_own)
-                is_own = is_own or is_computed_in(roots, range(counted.nodes, counted.behind))
+                is_own = is_of_call or is_computed_in(roots, range(counted.nodes, counted.behind))
             if is_own is False:
                 return True  # another model's
             if (

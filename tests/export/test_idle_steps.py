@@ -371,6 +371,28 @@ def train_another_inside(model, optimizer, loss, x, y):
     optimizer.step()
 
 
+def ask_a_teacher(model, optimizer, loss, x, y):
+    output, teacher = model(x, PARTS), nn.Linear(2, 2)
+    with torch.no_grad():
+        loss(teacher(x), y)
+    value = loss(output, y)
+    with torch.no_grad():
+        loss(teacher(x), y)
+    value.backward()
+    with torch.no_grad():
+        loss(teacher(x), y)
+    optimizer.step()
+
+
+def show_again(model, optimizer, loss, x, y):
+    output = model(x, PARTS)
+    loss(output.flatten(), y.flatten()).backward()
+    with torch.no_grad():
+        loss(output, y)
+        loss(output.detach().flatten(), y.flatten())
+    optimizer.step()
+
+
 def fail_without_gradients(model, optimizer, loss, x, y):
     model.requires_grad_(False)
     with pytest.raises(RuntimeError, match="does not require grad"):
@@ -380,7 +402,7 @@ def fail_without_gradients(model, optimizer, loss, x, y):
 
 UNUSUAL_LOSSES = (
     *(add_in_place, divide_in_place_before_another_call, keep_only_a_sum),
-    *(step_without_backward, train_another_inside, fail_without_gradients),
+    *(step_without_backward, train_another_inside, fail_without_gradients, ask_a_teacher, show_again),
 )
 
 

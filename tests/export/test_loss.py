@@ -162,6 +162,139 @@ def test_closure_shows_the_last_evaluation():
     assert watched.shown() == pytest.approx(expected, rel=1e-6)
 
 
+class OfOthers:
+    """Another model, of which a loss module computes losses as well."""
+
+    def __init__(self):
+        torch.manual_seed(2)
+        self.model = nn.Linear(3, 4)
+        self.optimizer = sgd(self.model)
+
+    def train(self, loss):
+        self.optimizer.zero_grad()
+        loss(self.model(X), Y).backward()
+        self.optimizer.step()
+
+    def ask(self, loss):
+        with torch.no_grad():
+            loss(self.model(X), Y)
+
+    def prepare(self, loss):
+        """The backward follows later."""
+        self.waiting = loss(self.model(X), Y)
+
+
+@pytest.mark.parametrize(
+    ("how", "as_in"),
+    [
+        *((how, as_in) for how in ("train", "ask", "prepare") for as_in in ("flat", "whole", "in checkpoint")),
+        *(("train", "compiled"), ("prepare", "compiled")),  # nothing shows whose a call is that has no graph
+    ],
+)
+def test_the_loss_of_another_model_through_the_same_module_does_not_count(how, as_in):
+    model, loss, others = network(), nn.CrossEntropyLoss(), OfOthers()
+    optimizer, expected = sgd(model), {}
+    called = torch.compile(model, backend="eager") if as_in == "compiled" else model
+    watched = Watched(called, loss=loss, subscribers=(LossSubscriber, TrainAccuracySubscriber))
+
+    def outputs():
+        if as_in == "in checkpoint":
+            return torch.utils.checkpoint.checkpoint(model, X.clone().requires_grad_(), use_reentrant=False)
+        return called(X).view(-1, 4) if as_in == "flat" else called(X)
+
+    def step(number):
+        for place in ("before", "between", "behind", "after the backward", "after the step"):
+            if place == "between":
+                made = outputs()
+            elif place == "behind":
+                value = loss(made, Y)
+            elif place == "after the backward":
+                value.backward()
+            elif place == "after the step":
+                optimizer.step()
+            getattr(others, how)(loss)
+            optimizer.zero_grad() if place == "before" else None
+        expected[number] = value.item(), (made.argmax(1) == Y).double().mean().item()
+
+    for number in range(3):
+        step(number)
+    assert watched.shown() == pytest.approx({n: value for n, (value, _) in expected.items()}, rel=1e-6)
+    accuracies = watched.shown("train_accuracy")
+    assert accuracies == pytest.approx({n: value for n, (_, value) in expected.items()})
+
+
+def test_the_loss_of_a_model_between_others_is_its_own():
+    # what comes before the watched model or behind it has parameters of its own, and so has a server that gets detached values
+    before, model, behind = nn.Linear(3, 3), network(), nn.Linear(4, 4)
+    for make, train_also in (
+        (lambda: behind(model(before(X))), (before, behind)),
+        (lambda: behind(GraphOfItsOwn.apply(before(X), model)), (before, behind)),
+        (lambda: split(model, behind), (behind,)),
+        (lambda: frozen(model, behind), (behind,)),
+    ):
+        loss, optimizers, expected = nn.CrossEntropyLoss(), [sgd(each) for each in (model, *train_also)], []
+        watched = Watched(model, loss=loss)
+        for _ in range(3):
+            result = make()
+            output, after = result if isinstance(result, tuple) else (result, lambda: None)
+            value = loss(output, Y)
+            (3 * value).backward()  # which is shown if the module's call is not
+            after()
+            for optimizer in optimizers:
+                optimizer.step()
+            expected.append(value.item())
+        assert list(watched.shown().values()) == pytest.approx(expected, rel=1e-6)
+        model.requires_grad_(True)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_loss_module_that_only_shows_a_figure_of_the_model_counts(is_late):
+    model, loss = network(), nn.CrossEntropyLoss()
+    optimizer, expected, objectives = sgd(model), [], []
+    watched = Watched(model, loss=loss)
+    for _ in range(4):
+        outputs = model(X)
+        objective = F.cross_entropy(outputs, Y, label_smoothing=0.5)
+        if is_late:
+            objective.backward()
+        with torch.no_grad():
+            expected.append(loss(outputs.detach().view(-1, 4), Y).item())
+        if not is_late:
+            objective.backward()
+        optimizer.step()
+        objectives.append(objective.item())
+    assert list(watched.shown(name="objective").values()) == pytest.approx(objectives[is_late:], rel=1e-6)
+    if is_late:  # before the first step it is not known that the module is called behind the backward
+        expected[0] = objectives[0]
+    assert list(watched.shown().values()) == pytest.approx(expected, rel=1e-6)
+
+
+class GraphOfItsOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, model):
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = model(ctx.x)
+        return ctx.y.detach().clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.y.backward(gradient)
+        return ctx.x.grad, None
+
+
+def split(client, server):
+    """The server computes gradients of what the client sends, from which the client goes on."""
+    sent = client(X)
+    received = sent.detach().requires_grad_()
+    return server(received), lambda: sent.backward(received.grad)
+
+
+def frozen(features, head):
+    features.requires_grad_(False)
+    return head(features(X))
+
+
 @pytest.mark.parametrize("watched_as", ["whole", "parts", "discriminator"])
 def test_two_losses(watched_as):
     """Each optimizer has its own loss: ``loss``, and ``loss/1``; a single network has its own."""

@@ -26,7 +26,7 @@ from ikkuna.observation.hooks.nested_tensors import Leaves, batch_sizes, leaves,
 from ikkuna.observation.steps.forwards import Forward
 from ikkuna.observation.steps.step_tracker import State
 from ikkuna.printable import listed
-from ikkuna.support.torch_internals import graph_task
+from ikkuna.support.torch_internals import graph_task, sequence_number
 
 _MANY = 100  # forwards without a step: more than a step usually accumulates
 _FEW = 20  # a gradient scaler may skip as many steps before it has found its scale
@@ -115,8 +115,10 @@ class ForwardHooks:
                 context.observer.model_called(args, kwargs)
         elif calls == [None] and context.events.is_apart and context.tracker.pass_name == TRAINING:
             self._record_evaluated(args, kwargs)
-        if calls and calls[0] is not None:
-            context.native.permit_outputs(context.recorder, calls[0])
+        if calls and (forward := calls[0]) is not None:
+            if len(calls) == 1:
+                forward.began = sequence_number()
+            context.native.permit_outputs(context.recorder, forward)
 
     def _record_evaluated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the inputs of a forward of an evaluation in the training loop."""
@@ -218,8 +220,12 @@ class ForwardHooks:
                 self._record_all("network_output", output, forward)
             if not isinstance(output, Tensor):
                 self._loss.root_ended(module, kwargs, output, forward)
-        if context.recorder.plan.counts_forwards and torch.is_grad_enabled():
-            self._backward.arm([("", output)] if isinstance(output, Tensor) else leaves(output), forward)
+        is_counted = context.recorder.plan.counts_forwards
+        if (is_counted or context.observer is not None) and torch.is_grad_enabled():
+            outputs = [("", output)] if isinstance(output, Tensor) else leaves(output)
+            self._loss.forward_ended(outputs, range(forward.began, sequence_number()))
+            if is_counted:
+                self._backward.arm(outputs, forward)
 
     def _record_all(self, kind: str, value: Any, forward: Forward) -> None:
         recorder = self.context.recorder

@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from typing import Any, Literal
@@ -21,45 +22,15 @@ from ikkuna.numerics.elements import has_numbers, widest_float
 from ikkuna.numerics.prediction import IGNORED
 from ikkuna.observation.hooks.context import SEES_BACKWARD, HookContext, backward_roots
 from ikkuna.observation.hooks.hook import Hook, in_backward
+from ikkuna.observation.hooks.loss_graph import is_computed_in, is_of_another_model, share_memory
 from ikkuna.observation.hooks.nested_tensors import Leaves
 from ikkuna.observation.model.watched_model import LossFunction, is_shifted
 from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.observation.steps.forwards import Forward
 from ikkuna.support.saved_losses import LossArguments, loss_arguments, saved_loss
-from ikkuna.support.torch_internals import call_before_backward, number_of_node
+from ikkuna.support.torch_internals import call_before_backward
 
 _BY_SEQUENCE = ("CTCLoss",)
-_MOST_NODES_OF_LOSS = 1024  # a walk of half a millisecond
-
-
-def is_computed_in(losses: Sequence[Any], recorded: range) -> bool | None:
-    """Return whether losses are functions of what was computed while autograd has recorded the nodes with these numbers.
-
-    ``None`` if their graph is too large, or this version of torch does not number nodes.
-
-    Examples
-    --------
-    >>> from ikkuna.support.torch_internals import sequence_number
-    >>> x = torch.ones(1, requires_grad=True)
-    >>> before, y, behind = sequence_number(), x.exp(), sequence_number()
-    >>> is_computed_in([y.log()], range(before, behind)), is_computed_in([x.log()], range(before, behind))
-    (True, False)
-    """
-    waiting, seen = [], set[Any]()
-    for x in losses:  # without comprehensions, which are calls
-        waiting.append(x.grad_fn if isinstance(x, Tensor) else x.node)
-    while waiting:  # along the first branches, which usually lead to the outputs of the model
-        if (node := waiting.pop()) is None or node in seen:
-            continue
-        seen.add(node)
-        number = number_of_node(node)
-        if number in recorded:
-            return True
-        if number < 0 or len(seen) > _MOST_NODES_OF_LOSS:
-            return None
-        for behind, _ in reversed(node.next_functions):
-            waiting.append(behind)
-    return False
 
 
 def without_ignored(labels: Tensor, ignored: int | None) -> Tensor:
@@ -146,6 +117,7 @@ def label_weight(labels: Tensor, ignored: int, weights: Tensor | None = None) ->
 
 
 _OBJECTIVE = "objective"
+_MOST_FORWARDS = 16
 _NONE: tuple[Forward | None, int, range] = None, 0, range(0)
 
 
@@ -161,7 +133,7 @@ class LossHooks:
     There are three sources, in this order; what ``backward()`` is called on has the path ``objective`` beside a loss module, and is
     dropped where it is the same number, as it is not with a penalty, or where the user sums several calls of the module:
 
-    1. The calls of the loss module that the user has set.
+    1. The calls of the loss module that the user has set, but in training those for another model, see `is_of_another_model`.
     2. In training, the scalar on which ``backward()`` is called.  The loss of a step is the sum over its backward passes, without the
        factor of a gradient scaler: the function whose gradient the optimizer receives.  Optimizers of different parameters have
        different losses: each has the sum since the optimizer before, under the number of the optimizer.
@@ -199,12 +171,14 @@ class LossHooks:
         self.preflight: RecordedPreflight | None = None
         self.objective: RecordedObjective | None = None
         self.validation: Callable[[bool], Recorder] = lambda loss: context.recorder
-        self._was_called = self._is_unowned = self._knows_labels = False
+        self._was_called = self._is_usual = self._is_unowned = self._knows_labels = False
         self._numbers: dict[int, int] = {}
         self._owned: list[set[int]] = []
         self._last_root: weakref.ref[Tensor] | None = None
         self._outputs: list[weakref.ref[Tensor]] = []
         self._losses: list[weakref.ref[Tensor]] = []
+        self._recorded: deque[range] = deque(maxlen=_MOST_FORWARDS)
+        self._returned: deque[weakref.ref[Tensor]] = deque(maxlen=_MOST_FORWARDS)
         self.undivided = self._undivided = 0
         self._arguments: list[LossArguments] = []
         self._stop_looking: Callable[[], object] = int
@@ -227,7 +201,7 @@ class LossHooks:
         call_before_backward(hook, True)
         return weakref.finalize(self, call_before_backward, hook, False)
 
-    def expect_backward(self, forward: Forward, thread: int, recorded: range) -> None:
+    def expect_backward(self, forward: Forward, thread: int, recorded: range, outputs: Leaves) -> None:
         """Let backwards that begin from now on reach a forward whose outputs have no hooks.
 
         Parameters
@@ -238,14 +212,27 @@ class LossHooks:
             The thread on which it ran.
         recorded : range
             The numbers of the nodes that autograd has recorded in it.
+        outputs : list
+            What it has returned, as far as that is known.
         """
         self._unreached = forward, thread, recorded
+        self.forward_ended(outputs, recorded)
         if self.is_looking:
             self._stop_looking()
         self._stop_looking, self.is_looking = self.look(), True
 
+    def forward_ended(self, outputs: Leaves, recorded: range) -> None:
+        """Keep weak references to what a forward has returned, and the numbers of the nodes that autograd has recorded in it."""
+        if recorded:
+            self._recorded.append(recorded)
+        for _, tensor in outputs[:_MOST_FORWARDS]:
+            self._returned.append(weakref.ref(tensor))
+
     def step_ended(self) -> None:
         """Forget what was seen in the step."""
+        self._recorded.clear()
+        self._returned.clear()
+        self._is_usual = self._is_usual or self._was_called
         self._was_called = self._is_unowned = self._knows_labels = False
         self._arguments, self._outputs, self._losses, self._unreached = [], [], [], _NONE
         self.undivided, self._undivided = self._undivided, 0
@@ -259,25 +246,60 @@ class LossHooks:
 
     def loss_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Record what one call of the loss module receives and returns."""
-        context = self.context
+        context, given = self.context, (*args, *kwargs.values())
         if in_backward() or not isinstance(output, Tensor):
+            return
+        if self._is_evaluated(output):
+            self._record_call(module, given, output, 0, self.validation(True))
+            return
+        if self.has_loss and context.recorder.rows is None and context.observer is None:
+            return
+        outputs = [x for reference in self._returned if (x := reference()) is not None]
+        if context.tracker.pass_name == TRAINING and self.is_of_another(output, given, self._recorded, outputs):
             return
         if self.preflight is not None and output.requires_grad and context.tracker.pass_name == TRAINING:
             function = module.function if isinstance(module, LossFunction) else module
             self._check(lambda checks: checks.record(function, args, kwargs, output))
-        if self._is_evaluated(output):
-            self._record_call(module, (*args, *kwargs.values()), output, 0, self.validation(True))
-            return
-        if self.has_loss and context.recorder.rows is None and context.observer is None:
-            return
         if (forward := context.tracker.calls[get_ident()].last) is None:
+            return
+        if self._is_unowned and not self._is_beside:
+            self._is_usual = True  # from the next step on; in this one a backward has come before
             return
         self._was_called = self.has_loss = True
         self._losses.append(weakref.ref(output))
         if context.recorder.rows is not None:
-            self._record_call(module, (*args, *kwargs.values()), output, forward.part, context.recorder)
+            self._record_call(module, given, output, forward.part, context.recorder)
         if context.observer is not None and forward.part >= 0 and context.tracker.pass_name == TRAINING:
             context.observer.loss_called(args, kwargs)
+
+    def is_of_another(
+        self, loss: Tensor, arguments: Sequence[Any], recorded: Sequence[range], outputs: Sequence[Tensor]
+    ) -> bool:
+        """Return whether what the loss module returns in a training step is shown to be the loss of another model.
+
+        Without a graph, although the model has recorded one, it is that of a teacher or the like,
+        unless the module received what the model has returned.
+
+        Parameters
+        ----------
+        loss : Tensor
+            What the loss module has returned.
+        arguments : sequence
+            What it was called with.
+        recorded, outputs : sequence
+            See `is_of_another_model`.
+        """
+        context, own = self.context, self.context.parameters.ids
+        if not recorded and (context.model.stages or World.here().size > 1 or context.parameters.are_frozen()):
+            return False  # parameters that a rank has gathered are no longer those of the model
+        if loss.requires_grad:
+            return is_of_another_model(loss, recorded, outputs, own)
+        if not recorded or torch.is_grad_enabled():
+            return False
+        for x in arguments:
+            if isinstance(x, Tensor) and (x.requires_grad or share_memory(x, outputs)):
+                return x.requires_grad and is_of_another_model(x, recorded, outputs, own)
+        return True
 
     def _check(self, record: Callable[[RecordedPreflight], None]) -> None:
         """Let the first loss of the training be recorded for the checks of the first step, if it can be."""
@@ -334,7 +356,8 @@ class LossHooks:
     def repeat_backward(self, loss: Tensor, forward: Forward) -> None:
         """Record what a backward that has begun was called on, in a step that is tracked only now."""
         self.has_loss = self._is_unowned = True
-        self.context.recorder.receive(self.context.sites("loss"), loss, self._path(0), "total", part=forward.part)
+        path = _path(0, self._is_beside)
+        self.context.recorder.receive(self.context.sites("loss"), loss, path, "total", part=forward.part)
 
     # -- a model that computes its own loss ------------------------------------------------------------------------
 
@@ -379,7 +402,7 @@ class LossHooks:
         loss = self._backward_loss() if arguments or "loss" in recorder.plan.kinds else None
         if loss is not None:
             self.has_loss = self._is_unowned = True
-            path = self._path(len(tracker.optimizers.stepped))
+            path = _path(len(tracker.optimizers.stepped), self._is_beside)
             recorder.receive(context.sites("loss"), loss, path, "total", part=part)
         value = loss
         for each in self._losses:
@@ -471,14 +494,15 @@ class LossHooks:
             number = self._numbers[identifier] = self._new_number(context.parameters.owned_ids(optimizer))
         if self._is_unowned and (rows := context.recorder.rows) is not None:
             self._is_unowned = False
-            site, path = context.sites("loss"), self._path(len(context.tracker.optimizers.stepped))
-            rows.rename_total(site, path, self._path(number), context.loss_scale.factor)
+            site, path = context.sites("loss"), _path(len(context.tracker.optimizers.stepped), self._is_beside)
+            rows.rename_total(site, path, own := _path(number, self._was_called), context.loss_scale.factor)
             if self._was_called:
-                rows.drop_if_equal(site, self._path(number), "")
+                rows.drop_if_equal(site, own, "")
 
-    def _path(self, number: int) -> str:
-        """Return the path of what ``backward()`` was called on for an optimizer with this number."""
-        return "/".join([*([_OBJECTIVE] if self._was_called else []), *([str(number)] if number else [])])
+    @property
+    def _is_beside(self) -> bool:
+        """Whether the loss module is called in this step as well, or usually."""
+        return self._was_called or self._is_usual
 
     def numbers_of(self, optimizers: frozenset[int]) -> tuple[int, ...]:
         """Return the numbers of optimizers that have stepped."""
@@ -492,6 +516,11 @@ class LossHooks:
                 return number
         self._owned.append(set(owned))
         return len(self._owned) - 1
+
+
+def _path(number: int, is_beside: bool) -> str:
+    """Return the path of what ``backward()`` is called on, of an optimizer with this number, perhaps beside a loss module's."""
+    return "/".join([*([_OBJECTIVE] if is_beside else []), *([str(number)] if number else [])])
 
 
 def _field(output: Any, name: str) -> Tensor | None:

@@ -177,6 +177,10 @@ class TrackedParameters:
         self._observed.clear()
         self._owners = self.noted = None
 
+    def ids(self) -> set[int]:
+        """Return the ids of all parameters of the model."""
+        return set(self._of_model)
+
     def are_frozen(self) -> bool:
         """Whether no parameter of the model can be trained, so that any optimizer and any backward is the model's own."""
         return bool(self._roots) and next(self._trainable(), None) is None

@@ -126,6 +126,8 @@ class Forward:
         Whether it ran in a compiled graph.
     is_of_parts : bool
         Whether it consists of calls of modules outside any root.
+    began : int
+        The number of the first node that autograd records in it.
     """
 
     part: int
@@ -133,6 +135,7 @@ class Forward:
     reach: Reach = Reach.NONE
     is_compiled: bool = False
     is_of_parts: bool = False
+    began: int = 0
 
     @property
     def provisional_part(self) -> int:

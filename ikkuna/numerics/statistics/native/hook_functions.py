@@ -122,8 +122,6 @@ class CountedSteps(ctypes.Structure):
         The number of the optimizer's parameters, and that of losses after which the counting ends.
     nodes, behind : int
         The numbers of the first node of the open forward, and of the first behind it.
-    is_own : int
-        Whether the first argument of the loss module is the output of the root.
     nanoseconds : int
         The time that was spent on events.
     loss, threshold : float
@@ -144,7 +142,6 @@ class CountedSteps(ctypes.Structure):
     most: int
     nodes: int
     behind: int
-    is_own: bool
     nanoseconds: int
     loss: float
     threshold: float
@@ -156,7 +153,7 @@ class CountedSteps(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("thread", "seen", "takes_losses", "is_observed", "size", "most")),
-        *((name, ctypes.c_int64) for name in ("nodes", "behind", "is_own", "nanoseconds")),
+        *((name, ctypes.c_int64) for name in ("nodes", "behind", "nanoseconds")),
         *((name, ctypes.c_double) for name in ("loss", "threshold")),
         *((name, ctypes.c_int64) for name in ("nodes_at_end", "nanoseconds_at_end", "count")),
         *((name, ctypes.c_double * MOST_LOSSES) for name in ("losses", "ends")),

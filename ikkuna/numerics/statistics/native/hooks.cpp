@@ -334,7 +334,6 @@ struct Counted {
     int64_t takes_losses, is_observed;
     int64_t size, most;    // the number of the optimizer's parameters, and that of losses, of which Python counts the last
     int64_t nodes, behind; // the numbers of the first node of the open forward, and of the first behind it
-    int64_t is_own;        // whether the first argument of the loss module is the output of the root
     int64_t nanoseconds;   // spent on events
     double loss, threshold;
     int64_t nodes_at_end, nanoseconds_at_end;  // of the last step
@@ -404,19 +403,20 @@ bool root_ends(Counted &steps, PyObject *idle, PyObject *const *arguments) {  //
 bool loss_called(Counted &steps, PyObject *idle, PyObject *const *arguments) {  // module, args, kwargs, output
     PyObject *const given = arguments[1];
     if (steps.seen != RETURNED || !steps.takes_losses || slot<CALL>(idle) != Py_None || PyTuple_GET_SIZE(given) != 2 ||
-        PyDict_GET_SIZE(arguments[2]) || !THPVariable_CheckExact(PyTuple_GET_ITEM(given, 1)) || !is_number(arguments[3]) ||
-        is_transformed_or_traced() || torch::autograd::get_current_graph_task_id() != -1) return false;
+        !refers(slot<OUTPUT>(idle), PyTuple_GET_ITEM(given, 0)) || PyDict_GET_SIZE(arguments[2]) ||
+        !THPVariable_CheckExact(PyTuple_GET_ITEM(given, 1)) || !is_number(arguments[3]) || is_transformed_or_traced() ||
+        torch::autograd::get_current_graph_task_id() != -1) return false;
     THPObjectPtr result(PyWeakref_NewRef(arguments[3], nullptr));
     if (!result || !set<CALL>(idle, PyTuple_Pack(3, arguments[0], PyTuple_GET_ITEM(given, 1), result.get()))) return false;
     if (steps.is_observed) set<LOSS_ARGUMENTS>(idle, Py_NewRef(given));
-    steps.loss = value_of(arguments[3]), steps.is_own = refers(slot<OUTPUT>(idle), PyTuple_GET_ITEM(given, 0));
+    steps.loss = value_of(arguments[3]);
     return true;
 }
 
 // The arguments are the roots, their gradients, and whether the backward adds to those of all leaves.
 bool backward_starts(Counted &steps, PyObject *idle, PyObject *const *arguments) {
     PyObject *const root = only(arguments[0]), *const factor = only(arguments[1]), *const call = slot<CALL>(idle);
-    if (steps.seen != RETURNED || call == Py_None || !steps.is_own || arguments[2] != Py_True || !root ||
+    if (steps.seen != RETURNED || call == Py_None || arguments[2] != Py_True || !root ||
         !refers(PyTuple_GET_ITEM(call, 2), root) || !is_number(root) || !factor || !is_number(factor) || value_of(factor) != 1 ||
         !(steps.loss <= steps.threshold) || is_transformed_or_traced()) return false;
     steps.seen = COMPUTING;
