@@ -113,6 +113,20 @@ def test_rows_are_judged_by_what_is_equal_to_the_last_bit(batches, expected, tmp
     assert found(batches(), tmp_path, steps=230 if batches is never_shuffled else 130) == expected
 
 
+@pytest.mark.parametrize("has_points", [True, False])
+def test_the_same_points_at_the_boundary_are_no_repeated_batch(has_points, tmp_path):
+    torch.manual_seed(0)
+    model, ends = network(1, 1), torch.tensor([[0.0], [1.0]])
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with ikkuna.watch(model, log_dir=tmp_path, rules=RULES, backend="null", verbosity=0) as handle:
+        for _ in range(60):
+            loss = model(torch.rand(SIZE, 1)).square().mean() if has_points else 0.0
+            (loss + (model(ends) - ends).square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [finding.rule for finding in handle.findings] == ([] if has_points else ["repeated_batch"])
+
+
 def test_a_batch_may_be_used_for_several_steps_if_the_labels_are_no_classes(tmp_path):
     batches = ((x, F.one_hot(y, 4).float()) for x, y in equal_seeds())
     assert not found(batches, tmp_path, loss=nn.MSELoss())

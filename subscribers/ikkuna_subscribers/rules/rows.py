@@ -176,12 +176,14 @@ class RepeatedBatchRule(_RowRule):
 
     Training on one batch, or on all data in every step, does this on purpose; the finding is therefore only an info.
     Threshold: a fact, for 5 samples in a row, of which the first ones are of successive steps.
-    Cannot see: a batch that is repeated with noise.
+    Cannot see: a batch that is repeated with noise; steps of several forwards, of which the inputs of the last one are read,
+    such as the points at the boundary of a differential equation.
     """
 
     name = "repeated_batch"
-    version = 2
+    version = 3
     needs = sources("input_batch_age", "input_batch_repeats")
+    uses = sources("micro_batches")
     severity = "info"
     patience = 5
     meaning = "Every sampled step has the same inputs, also those of successive steps: this is one batch, or all data."
@@ -190,5 +192,8 @@ class RepeatedBatchRule(_RowRule):
     def scores(self, history: History) -> Iterator[Score]:
         """Yield 1 if the batch is that of the last sample."""
         age, repeats = (history.now(kind) for kind in (*self.needs,))
+        forwards = history.curve("micro_batches")
+        if forwards is not None and forwards.last > 1:
+            return
         if age is not None and repeats is not None and len(age.steps) > 1:
             yield Score(float(0 < age.last <= age.step - age.steps[-2] and repeats.last > 1), repeats.last)

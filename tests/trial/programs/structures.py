@@ -110,13 +110,7 @@ def deep_equilibrium():
     return standard(model, adam(model), blobs, F.cross_entropy)
 
 
-@program(  # the residual is a second derivative
-    told=LABELS,
-    layers=False,
-    judged={
-        "repeated_batch": "false: only the last call of the model in a step has the same points, those of the boundary"
-    },
-)
+@program(told=LABELS, layers=False)  # the residual is a second derivative
 def physics_informed():
     """A physics-informed network: the residual of u'' = -u is a second derivative."""
     model = mlp(1, 32, 32, 1, activation=nn.Tanh)
