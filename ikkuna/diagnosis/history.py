@@ -71,6 +71,16 @@ class TimeSeries:
                 curve.first.append(value)
             curve.count += 1
 
+    def extend(self, steps: Sequence[int], values: Sequence[float]) -> None:
+        """Append values; there is at least one."""
+        self.last, self.step = values[-1], steps[-1]
+        self.steps.extend(steps)
+        self.values.extend(values)
+        if (room := _FIRST - self.count) > 0:
+            self.first_steps.extend(steps[:room])
+            self.first.extend(values[:room])
+        self.count += len(values)
+
     def tail(self, number: int, skip: int = 0) -> list[float]:
         """Return up to `number` of the latest values, oldest first, without the `skip` latest."""
         return list(islice(reversed(self.values), skip, skip + number))[::-1]
@@ -239,11 +249,11 @@ class History:
         self.loss_scores: deque[tuple[int, float, float]] = deque(maxlen=_SCORES)
         self.loss_score = SpikeScore()
 
-    def score_loss(self, step: int, value: float) -> float:
-        """Return the spike score of the loss of a training step, which may be added to its series later."""
-        score = self.loss_score.add(value)
-        self.loss_scores.append((step, value, score))
-        return score
+    def score_losses(self, first: int, values: Sequence[float]) -> list[float]:
+        """Return the spike scores of the losses of steps in a row, up to the first spike; their series get them later."""
+        scores = self.loss_score.add_until_spike(values)
+        self.loss_scores.extend(zip(range(first, first + len(scores)), values, scores, strict=False))
+        return scores
 
     @property
     def is_finite(self) -> bool:
@@ -273,6 +283,16 @@ class History:
         if not curves.keys() >= set(names):
             curves = self._insert(kind, pass_name, *names)
         TimeSeries.add_to_each(map(curves.__getitem__, names), step, values)
+
+    def extend(self, kind: str, name: str | None, steps: Sequence[int], values: Sequence[float]) -> None:
+        """Append finite values of training steps to a series; there is at least one."""
+        self.begin = steps[0] if self.begin is None else min(self.begin, steps[0])
+        self.step = max(self.step, steps[-1])
+        self._fresh.clear()
+        curves = self._curves[kind, TRAINING]
+        if name not in curves:
+            curves = self._insert(kind, TRAINING, name)
+        curves[name].extend(steps, values)
 
     def _insert(self, kind: str, pass_name: str, *names: str | None) -> dict[str | None, TimeSeries]:
         """Add the curves that do not exist, and sort the curves of their kind as in the network."""

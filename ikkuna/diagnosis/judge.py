@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from typing import Any
 
 import numpy as np
@@ -179,7 +179,8 @@ class Judge:
         if len(set(names)) < len(names):
             raise ConfigError(f"rules must have different names, got {names}")
         self._history = History(network)
-        self._deferred: list[tuple[str, str | None, int, float]] = []
+        self._deferred: dict[tuple[str, str | None], tuple[list[int], list[float]]] = {}
+        self._count_deferred, self._last_deferred = 0, -1
         self._deferred_kinds: set[str] = set()
         self._deferred_rules: set[Rule] = set()  # that such a kind makes judge
         self._due_at = 0  # the step at which values that were deferred are added
@@ -260,13 +261,57 @@ class Judge:
         """
         if kind not in self._readers:
             return
-        last = self._deferred[-1][2] if self._deferred else self._history.step
-        if step < last or value - value != 0:
+        if step < max(self._last_deferred, self._history.step) or value - value != 0:
             self.add(kind, name, step, value)
             return
         if kind in _LOSSES and name is None and self._is_spike(step, value):
             kind = "loss"
-        self._deferred.append((kind, name, step, value))
+        steps, values = self._deferred.setdefault((kind, name), ([], []))
+        steps.append(step)
+        values.append(value)
+        self._count_deferred, self._last_deferred = self._count_deferred + 1, step
+
+    def defer_losses(self, first: int, losses: Sequence[float], every: int) -> int:
+        """Add losses of steps in a row as :meth:`defer` does, up to the first step that is judged; return their number.
+
+        Parameters
+        ----------
+        first : int
+            The first of the steps.
+        losses : sequence of float
+            At least one.
+        every : int
+            The number of steps between two losses that rules read.
+        """
+        due = max(first, 0 if self._undecided or self._changed else self._due_at)
+        finite = list(takewhile(math.isfinite, losses[: due + -due % every - first + 1]))
+        if not finite or first < max(self._last_deferred, self._history.step):
+            self.defer(LOSS_BETWEEN if first % every else "loss", None, first, losses[0])
+            return 1
+        scores = self._history.score_losses(first, finite)
+        last = first + len(scores) - 1
+        if scores[-1] > LIMIT:
+            self._has_spiked(last)
+        for step, value, score in zip(range(first, last + 1), finite, scores, strict=False):
+            kind = LOSS_BETWEEN if step % every and not score > LIMIT else "loss"
+            steps, values = self._deferred.setdefault((kind, None), ([], []))
+            steps.append(step)
+            values.append(value)
+        self._count_deferred, self._last_deferred = self._count_deferred + len(scores), last
+        return len(scores)
+
+    def defer_all(self, kind: str, name: str | None, values: Sequence[tuple[int, float]]) -> None:
+        """Add a series of values, each with its step, among the steps whose losses were deferred; see :meth:`defer`."""
+        if kind not in self._readers or not values:
+            return
+        if not all(math.isfinite(value) for _, value in values):
+            for step, value in values:
+                self.add(kind, name, step, value)
+            return
+        steps, deferred = self._deferred.setdefault((kind, name), ([], []))
+        steps += [step for step, _ in values]
+        deferred += [value for _, value in values]
+        self._count_deferred += len(values)
 
     @property
     def loss_threshold(self) -> float:
@@ -280,19 +325,24 @@ class Judge:
 
     def _is_spike(self, step: int, value: float) -> bool:
         """Compute the spike score of a loss; return whether it is a spike, which is judged at once."""
-        is_spike = self._history.score_loss(step, value) > LIMIT
+        is_spike = self._history.score_losses(step, (value,))[0] > LIMIT
         if is_spike:
-            self._due_at = step
-            self._urgent.add("loss")
+            self._has_spiked(step)
         return is_spike
+
+    def _has_spiked(self, step: int) -> None:
+        """Let a step be judged at whose loss is a spike."""
+        self._due_at = step
+        self._urgent.add("loss")
 
     def _flush(self) -> None:
         """Add the values that were deferred."""
         if not self._deferred:
             return
-        values, self._deferred = self._deferred, []
-        for kind, name, step, value in values:
-            self._history.add(kind, name, step, value)
+        deferred, self._deferred = self._deferred, {}
+        self._count_deferred = 0
+        for (kind, name), (steps, values) in deferred.items():
+            self._history.extend(kind, name, steps, values)
             self._changed.add(kind)
             if kind not in self._deferred_kinds:
                 self._deferred_kinds.add(kind)
@@ -304,6 +354,7 @@ class Judge:
         self._list.retract(step)
         self._reported = self._list.causes
         self._history.clear()
+        self._last_deferred = -1
         self._latest.clear()
         self._undecided.clear()
         self._due_at = step
@@ -312,7 +363,7 @@ class Judge:
 
     def finish_step(self, step: int) -> list[Finding]:
         """Judge a step after its values have been added; return the new findings, one for each new cause."""
-        if self._deferred and (self._undecided or step >= self._due_at or len(self._deferred) >= _MOST_DEFERRED):
+        if self._deferred and (self._undecided or step >= self._due_at or self._count_deferred >= _MOST_DEFERRED):
             self._flush()
         if not self._changed:
             return []

@@ -6,18 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ikkuna.backends.file_backend import FileBackend
 from ikkuna.diagnosis.stored_findings import event_line, event_text
-from ikkuna.diagnosis.stored_values import RuleValuesFormat
+from ikkuna.diagnosis.stored_values import ReadValues, RuleValuesFormat
 from ikkuna.store.append_file import ReplacedEnd
 from ikkuna.store.names import Series, SeriesGroup
 from ikkuna.store.values import ModuleEntry
 from ikkuna.store.writer import FileWriter
-
-ReadValues = tuple[SeriesGroup, NDArray[np.float64], int]
-"""Values that rules have read: of which series, and at which step they were published."""
 
 JudgedStep = tuple[int, list[ReadValues]]
 """A step that was judged, and what the rules have read since the one before."""
@@ -71,14 +67,10 @@ class JudgementBackend(FileBackend):
 
     def add_judged(self, steps: Iterable[JudgedStep]) -> None:
         """Add judged steps, with what the rules have read of each."""
-        made = self._values_format
         for step, read in steps:
-            entries = []
-            for group, values, at in read:
-                self._block.append(made.group(group))
-                entries.append(made.entry(group, values, at))
+            self._block.append(self._values_format.step(step, read))
+            for _, values, _ in read:
                 self._values += len(values)
-            self._block.append(made.step(step, entries))
 
     def add_scalar(self, series: Series, value: float, step: int) -> None:
         """Add a step of which the rules have read this value alone."""

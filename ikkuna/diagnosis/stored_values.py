@@ -28,7 +28,7 @@ character content
 import json
 import struct
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -39,6 +39,9 @@ from numpy.typing import NDArray
 from ikkuna.store.append_file import ReplacedEnd
 from ikkuna.store.names import SeriesGroup
 from ikkuna.store.values import ModuleEntry
+
+ReadValues = tuple[SeriesGroup, NDArray[np.float64], int]
+"""Values that rules have read: of which series, and at which step they were published."""
 
 _MAGIC = b"IKKUNA\0\1"
 _HEAD = struct.Struct("<II")
@@ -105,14 +108,15 @@ class RuleValuesFormat:
         self._definitions.append(record := _record(b"G", _NUMBER.pack(number) + json.dumps(named).encode()))
         return record
 
-    def entry(self, group: SeriesGroup, values: NDArray[np.float64], step: int) -> bytes:
-        """Return the part of a step with the values of a defined group."""
-        return _GROUP.pack(self._known[group], len(values), step) + np.ascontiguousarray(values, "<f8").tobytes()
-
-    @staticmethod
-    def step(step: int, entries: Sequence[bytes]) -> bytes:
-        """Return the record of a step."""
-        return _record(b"V", b"".join((_STEP.pack(step), *entries)))
+    def step(self, step: int, read: Iterable[ReadValues]) -> bytes:
+        """Return the record of a step at whose end the rules judged, behind the definitions of groups that are new."""
+        definitions, entries = [], [_STEP.pack(step)]
+        for group, values, at in read:
+            if group not in self._known:
+                definitions.append(self.group(group))
+            entries.append(_GROUP.pack(self._known[group], len(values), at))
+            entries.append(np.ascontiguousarray(values, "<f8").tobytes())
+        return b"".join((*definitions, _record(b"V", b"".join(entries))))
 
     @staticmethod
     def resumed(step: int) -> bytes:

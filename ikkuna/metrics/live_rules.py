@@ -1,6 +1,7 @@
 """Applies rules while a model trains, and provides the statistics that they read."""
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -15,7 +16,8 @@ from ikkuna.diagnosis.judge import LOSS_BETWEEN
 from ikkuna.diagnosis.mistakes import ENDED_BY_EXCEPTION, EXPLAINS
 from ikkuna.diagnosis.recorded_preflight import RecordedPreflight
 from ikkuna.diagnosis.stored_findings import event_text
-from ikkuna.diagnosis.stored_judgement import JudgedStep, JudgementBackend, ReadValues
+from ikkuna.diagnosis.stored_judgement import JudgedStep, JudgementBackend
+from ikkuna.diagnosis.stored_values import ReadValues
 from ikkuna.distributed.rendezvous import World
 from ikkuna.errors import ConfigError, ConfigTypeError, StopTraining, unknown_name
 from ikkuna.metrics.bus.bus import Handle, MessageBus
@@ -173,6 +175,7 @@ class RuleSubscriber(Subscriber):
         self._facts = facts = facts or Subscription("batch_finished", subsample=10)
         # training stops at the end of the judged step
         self.needs_steps = facts.sampled(subsample=loss_every) if stop else facts
+        self._loss_every = loss_every
         self._samples = self.subscription.sampled(subsample=loss_every).samples
         self._asked: tuple[Stamp | None, bool] = None, False
         self._mute = self._muted_first = mute
@@ -220,9 +223,12 @@ class RuleSubscriber(Subscriber):
         self._keep(self._curve_group(batch.names, kind, stamp.pass_name), values, stamp.global_step)
 
     def _keep_one(self, kind: str, name: str | None, step: int, value: float, pass_name: str = TRAINING) -> None:
+        self._keep(self._group(kind, name, pass_name), np.array([value]), step)
+
+    def _group(self, kind: str, name: str | None, pass_name: str = TRAINING) -> SeriesGroup:
         if (group := self._groups.get((kind, name, pass_name))) is None:
             group = self._groups[kind, name, pass_name] = SeriesGroup(kind, (name,), pass_name)
-        self._keep(group, np.array([value]), step)
+        return group
 
     def _keep(self, group: SeriesGroup, values: NDArray[np.float64], step: int) -> None:
         """Keep values that a rule reads, which are stored at the end of the step, so that they can be judged again."""
@@ -240,7 +246,8 @@ class RuleSubscriber(Subscriber):
             return
         values = batch.data if isinstance(batch.data, np.ndarray) else batch.records.mean
         if not is_read:
-            self._add_loss(stamp.global_step, float(values[0]), is_read=False)
+            self.judge.defer(LOSS_BETWEEN, None, stamp.global_step, float(values[0]))
+            self._keep(_LOSS_BETWEEN, values, stamp.global_step)
         elif len(names) == 1 and stamp.pass_name == TRAINING:  # the loss, which has a value in every step
             self.judge.defer(batch.kind, names[0], stamp.global_step, float(values[0]))
             self._keep(self._curve_group(batch.names, batch.kind, TRAINING), values, stamp.global_step)
@@ -249,18 +256,48 @@ class RuleSubscriber(Subscriber):
 
     def compute_losses(self, block: StepLosses) -> None:
         """Add the losses and learning rates of steps in a row, and judge each of the steps."""
-        for stamp, loss, rates in zip(block.stamps(), block.losses, block.rates, strict=False):
-            self._add_loss(stamp.global_step, loss, is_read := self._reads(stamp))
-            if is_read:
-                self._add_groups(stamp.global_step, dict(zip(block.names, rates, strict=True)), {})
-            if is_read or self.judge.is_urgent:
-                self._end_step(stamp, is_stored=False)
-        self._store_steps(stamp)
+        assert block.first is not None
+        first, every, done = block.first.global_step, self._loss_every, 0
+        known = [rate for row in {id(row): row for row in block.rates}.values() for rate in row if rate is not None]
+        size = len(block.losses) if all(map(math.isfinite, known)) else 1  # else each step is judged at once
+        while done < len(block.losses):
+            begin = first + done
+            count = self.judge.defer_losses(begin, block.losses[done : done + size], every)
+            read = range(begin + -begin % every, begin + count, every)
+            rates = [(step, block.rates[step - first]) for step in read]
+            for column, key in enumerate(block.names):
+                self.judge.defer_all(
+                    "learning_rate",
+                    _group_name(key, block.names) or None,
+                    [(step, float(row[column])) for step, row in rates if row[column] is not None],
+                )
+            done += count
+            self._keep_losses(block, done - count, done)
+            if self.judge.is_urgent or not (first + done - 1) % every:
+                self._end_step(block.stamp(done - 1), is_stored=False)
+        self._store_steps(block.last)
 
-    def _add_loss(self, step: int, loss: float, is_read: bool) -> None:
-        group = _LOSS if is_read else _LOSS_BETWEEN
-        self.judge.defer(group.kind, None, step, loss)
-        self._keep(group, np.array([loss]), step)
+    def _keep_losses(self, block: StepLosses, begin: int, end: int) -> None:
+        """Keep the losses of some steps of a block, and the learning rates of those that rules read, but judge none of them."""
+        if self._store is None or block.first is None:
+            return
+        values, first, known = np.array(block.losses), block.first.global_step, None
+        has_rates, kept = "learning_rate" in self.judge.kinds, list[tuple[SeriesGroup, NDArray[np.float64]]]()
+        for i in range(begin, end):
+            is_read = (step := first + i) % self._loss_every == 0
+            self._kept.append((_LOSS if is_read else _LOSS_BETWEEN, values[i : i + 1], step))
+            if not is_read:
+                continue
+            if has_rates and block.rates[i] is not known:
+                known = block.rates[i]
+                pairs = zip(block.names, known, strict=True)
+                named = [(_group_name(key, block.names), rate) for key, rate in pairs if rate is not None]
+                kept = [(self._group("learning_rate", name or None), np.array([float(rate)])) for name, rate in named]
+            for group, value in kept:
+                self._kept.append((group, value, step))
+            if i < end - 1:
+                self._judged.append((step, self._kept))
+                self._kept = []
 
     def loss_threshold(self) -> float:
         """Return the loss above which a step is measured itself, see `ikkuna.numerics.spike_score`."""
@@ -280,7 +317,7 @@ class RuleSubscriber(Subscriber):
             self._keep(_SKIPPED, np.array([skipped]), message.global_step)
         if message.skipped:
             return
-        is_due = self._facts.samples(message.stamp)
+        is_due = self._facts.is_candidate(message.stamp)
         self._add_groups(
             message.global_step, data.get("learning_rates", {}), data.get("settings", {}) if is_due else {}
         )
@@ -297,7 +334,7 @@ class RuleSubscriber(Subscriber):
     def _add_groups(self, step: int, rates: dict[str, Any], settings: dict[str, Any]) -> None:
         """Add the rate of each parameter group, and its other settings."""
         for key, rate in rates.items():
-            name = "" if list(rates) == ["0"] else f"group {key}" if key.isdigit() else key
+            name = _group_name(key, tuple(rates))
             if rate is not None:
                 self._receive_later("learning_rate", name, step, float(rate))
             for setting, value in settings.get(key, {}).items():
@@ -396,6 +433,11 @@ class RuleSubscriber(Subscriber):
             except Exception as error:
                 raise_users_exception(error)
                 log.exception("on_finding failed (training is not affected)")
+
+
+def _group_name(key: str, keys: tuple[str, ...]) -> str:
+    """Return the name of the series of a parameter group; empty for the only one without a name."""
+    return "" if keys == ("0",) else f"group {key}" if key.isdigit() else key
 
 
 def _writes_files(backend: "str | Backend") -> bool:

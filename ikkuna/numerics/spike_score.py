@@ -109,6 +109,15 @@ class SpikeScore:
                 self._update()
         return score
 
+    def add_until_spike(self, values: Iterable[float]) -> list[float]:
+        """Add values up to the first one whose score is above 10, and return their scores."""
+        scores: list[float] = []
+        for value in values:
+            scores.append(score := self.add(value))
+            if score > LIMIT:
+                break
+        return scores
+
     def of(self, value: float) -> float:
         """Return the score that a value would have now."""
         if value - value != 0:

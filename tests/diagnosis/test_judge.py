@@ -909,7 +909,7 @@ def test_a_run_is_judged_again_by_what_rules_read_and_by_what_was_shown_of_other
         parts = [read.header(), read.modules(modules), read.group(group)]
         for step in (0, 1, 2, None, 1, 2):
             value = np.array([100.0 + (step or 0)])
-            parts.append(read.resumed(1) if step is None else read.step(step, [read.entry(group, value, step)]))
+            parts.append(read.resumed(1) if step is None else read.step(step, [(group, value, step)]))
         (tmp_path / read.name("1")).write_bytes(b"".join(parts))
     rule = KeepingRule("above", 1, frozenset(), patience=1)
     (finding,) = judge_again(read_run(tmp_path), [rule])

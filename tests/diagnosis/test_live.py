@@ -445,3 +445,20 @@ def test_an_optimizer_that_evaluates_the_model_may_move_it_far_in_a_step(bus, ha
             optimizer.step(*([closure] if has_closure else []))
         assert (model[0].weight - before).norm() > 0.3 * before.norm()
     assert [finding.rule for finding in exporter.findings] == ([] if has_closure else ["lr_too_high"])
+
+
+def test_facts_of_two_optimizers_in_turn_are_those_of_the_sampled_steps(tmp_path):
+    torch.manual_seed(0)
+    model, critic, x = nn.Linear(3, 4), nn.Linear(4, 1), torch.randn(8, 3)
+    of_model, of_critic = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(model.parameters(), 0.1)
+    with ikkuna.watch(model, rules=["step_without_gradients"], log_dir=tmp_path, verbosity=0) as exporter:
+        for _ in range(40):
+            for optimizer in (of_critic, of_model):
+                optimizer.zero_grad()
+                outputs = model(x)
+                critic(outputs.detach() if optimizer is of_critic else outputs).square().mean().backward()
+                optimizer.step()
+    facts = exporter._attachment.rules.judge.history.curve("gradients_at_step")
+    assert list(facts.steps) == list(range(0, 80, 10))
+    assert set(facts.values) == {0.0}
+    assert [finding.rule for finding in exporter.findings] == ["step_without_gradients"]

@@ -169,8 +169,7 @@ def test_what_rules_read_is_read_back_bit_by_bit_up_to_the_end_of_the_file(tmp_p
     content = made.header()
     for step, (number, value) in enumerate(values):
         group = GROUPS[number]
-        content += made.group(group)
-        content += made.step(step, [made.entry(group, np.full(len(group.names), value), step)])
+        content += made.step(step, [(group, np.full(len(group.names), value), step)])
     content = content[: len(content) - min(cut, len(content) - 8)]
     (directory / made.name("1")).write_bytes(content)
     read = read_rule_values(directory)
@@ -188,7 +187,7 @@ def test_what_rules_read_is_read_back_bit_by_bit_up_to_the_end_of_the_file(tmp_p
 def test_a_damaged_record_is_skipped_and_the_end_of_an_earlier_file_is_replaced(tmp_path):
     made = RuleValuesFormat()
     head = made.header() + made.group(GROUPS[0])
-    steps = [made.step(i, [made.entry(GROUPS[0], np.array([float(i)]), i)]) for i in range(4)]
+    steps = [made.step(i, [(GROUPS[0], np.array([float(i)]), i)]) for i in range(4)]
     damaged = bytearray(steps[1])
     damaged[-1] ^= 1
     (tmp_path / made.name("1")).write_bytes(head + steps[0] + bytes(damaged) + steps[2] + steps[3])

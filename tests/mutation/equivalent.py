@@ -421,14 +421,14 @@ EQUIVALENT = {
                 "it bounds memory alone: no finding depends on when values are added",
             ),
             (
-                "self._deferred and (self._undecided or step >= self._due_at or len(self._deferred) >= _MOST_DEFERRED) -> "
-                "self._deferred or (self._undecided or step >= self._due_at or len(self._deferred) >= _MOST_DEFERRED)",
-                "if |self._deferred and (self._undecided or step >= self._due_at or len(self._deferred) >= _MOST_DEFERRED):",
+                "self._deferred and (self._undecided or step >= self._due_at or self._count_deferred >= _MOST_DEFERRED) -> "
+                "self._deferred or (self._undecided or step >= self._due_at or self._count_deferred >= _MOST_DEFERRED)",
+                "if |self._deferred and (self._undecided or step >= self._due_at or self._count_deferred >= _MOST_DEFERRED):",
                 "values are added at once instead of later, which changes time and no finding",
             ),
             (
-                "len(self._deferred) >= _MOST_DEFERRED -> len(self._deferred) > _MOST_DEFERRED",
-                "if self._deferred and (self._undecided or step >= self._due_at or |len(self._deferred) >= _MOST_DEFERRED):",
+                "self._count_deferred >= _MOST_DEFERRED -> self._count_deferred > _MOST_DEFERRED",
+                "if self._deferred and (self._undecided or step >= self._due_at or |self._count_deferred >= _MOST_DEFERRED):",
                 "it bounds memory alone: no finding depends on when values are added",
             ),
             *(

@@ -168,16 +168,13 @@ class StepLosses:
     rates: list[list[Any]] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
 
-    def stamps(self) -> list[Stamp]:
-        """Return the stamps of the steps."""
-        return [self._stamp(i) for i in range(len(self.losses))]
-
     @property
     def last(self) -> Stamp:
         """The last of the steps."""
-        return self._stamp(len(self.losses) - 1)
+        return self.stamp(len(self.losses) - 1)
 
-    def _stamp(self, i: int) -> Stamp:
+    def stamp(self, i: int) -> Stamp:
+        """Return the stamp of the step with a number among them."""
         assert self.first is not None
         return Stamp(self.first.global_step + i, self.first.train_step + i, self.first.epoch)
 

@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import Any
 
 from ikkuna.diagnosis import History, Network, Rule, Score, TimeSeries
@@ -143,20 +143,26 @@ class LossSpikeRule(Rule):
         return (LossChangeBoundSubscriber(subsample=every),)
 
     def scores(self, history: History) -> Iterator[Score]:
-        """Yield the scores of the losses since the last judgement, so that each of several spikes in a few steps is one."""
-        memory = history.memory[self.name]
+        """Yield the scores of the spikes since the last judgement, and of as many losses before each as end a mistake."""
+        memory, fresh = history.memory[self.name], list[tuple[int, float, float]]()
         before = memory.get("step", -1)
-        fresh = list(takewhile(lambda found: found[0] > before, reversed(history.loss_scores)))
-        curve = history.curve("loss")
+        for found in reversed(history.loss_scores):
+            if found[0] <= before:
+                break
+            fresh.append(found)
+        curve, usual = history.curve("loss"), deque[Score](maxlen=self.patience)
         for step, loss, score in reversed(fresh):
             if not score > -math.inf:
                 continue
             memory["step"] = step
             value = min(score, 1e300) / self.deviations
             if value < 1 or curve is None or not (jump := loss - curve.median(16)) > 0:
-                yield Score(value, loss, step=step)
+                usual.append(Score(value, loss, step=step))
             elif jump > _rounding_of_loss(history):
+                yield from usual
                 yield Score(value, loss, step=step, **self._bounded(history, step, jump))
+                usual.clear()
+        yield from usual
 
     @staticmethod
     def _bounded(history: History, step: int, jump: float) -> dict[str, str]:
