@@ -465,7 +465,7 @@ class ClippingSubscriber(PlotSubscriber):
             self.emit(message, sum(self._clipped) / len(self._clipped), share_kind)
 
 
-_SPREAD = 4096
+_SPREAD = 1024
 
 
 class LossChangeBoundSubscriber(PlotSubscriber):
@@ -480,7 +480,7 @@ class LossChangeBoundSubscriber(PlotSubscriber):
 
     Takes ``weight_gradients_unclipped``, ``bias_gradients_unclipped``, ``weights`` and ``biases``.
     Publishes ``loss_change_bound`` of the whole network, in the unit of the loss, from the second sample on.
-    It is NaN if an element is NaN or Inf.  A sum over 4,096 elements of a tensor, at equal distances, stands for that over all of them;
+    It is NaN if an element is NaN or Inf.  A sum over 1,024 elements of a tensor, at equal distances, stands for that over all of them;
     the subscriber keeps a copy of these elements.  Sparse gradients, and optimizers that evaluate a closure, are left out.
 
     Look for: positive values, which show steps that are too long.
