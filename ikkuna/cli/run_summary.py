@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.cli.terminal import Terminal
-from ikkuna.diagnosis.judge import findings_of
+from ikkuna.diagnosis.check import findings_of
 from ikkuna.diagnosis.stored_findings import read_findings
 from ikkuna.numerics.bands import unusual_rows
 from ikkuna.store import StoredRun

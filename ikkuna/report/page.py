@@ -10,8 +10,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from ikkuna.diagnosis.check import findings_of
 from ikkuna.diagnosis.findings import Findings, details_html
-from ikkuna.diagnosis.judge import findings_of
 from ikkuna.errors import ConfigError
 from ikkuna.report.charts import folded
 from ikkuna.report.content import RunContent, network_charts, run_name, wall_times

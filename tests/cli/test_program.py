@@ -212,7 +212,7 @@ def test_a_check_returns_1_for_a_warning_or_an_error(severities, status, options
         [Finding("r", each, "It is so.") for each in severities], ["r"], {"s": "why"}, {"s": "n"}, "A note."
     )
     calls = []
-    monkeypatch.setattr("ikkuna.diagnosis.judge.check", lambda *arguments: calls.append(arguments) or found)
+    monkeypatch.setattr("ikkuna.diagnosis.check.check", lambda *arguments: calls.append(arguments) or found)
     assert cli.main(["check", values, *options]) == status
     assert calls == [(values, *passed)]
     assert capsys.readouterr().out.splitlines() == [line.rstrip() for line in found.lines()]

@@ -12,7 +12,7 @@ import ikkuna
 from ikkuna import cli
 from ikkuna.backends.jsonl import JSONLinesBackend
 from ikkuna.backends.tensorboard import TensorBoardBackend
-from ikkuna.diagnosis.judge import check
+from ikkuna.diagnosis.check import check
 from ikkuna.errors import ConfigError
 from ikkuna.reading import read_run
 from ikkuna.store.names import Series

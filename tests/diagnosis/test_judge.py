@@ -13,16 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ikkuna.diagnosis import Finding, History, Judge, Network, Rule, Score, get_rules
+from ikkuna.diagnosis.check import _judge_session, _shown_sessions, check, findings_of, judge_again
 from ikkuna.diagnosis.findings import FindingList
-from ikkuna.diagnosis.judge import (
-    LOSS_BETWEEN,
-    Alarm,
-    _judge_session,
-    _shown_sessions,
-    check,
-    findings_of,
-    judge_again,
-)
+from ikkuna.diagnosis.judge import LOSS_BETWEEN, Alarm
 from ikkuna.diagnosis.mistakes import EXPLAINS
 from ikkuna.diagnosis.stored_values import RuleValuesFormat, ValueGroup
 from ikkuna.errors import ConfigError, ConfigTypeError, PluginError

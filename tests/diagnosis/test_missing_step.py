@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ikkuna
-from ikkuna.diagnosis.judge import check
+from ikkuna.diagnosis.check import check
 
 
 def no_call(model, loss):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ikkuna
-from ikkuna.diagnosis.judge import check
+from ikkuna.diagnosis.check import check
 from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 
 START = 90

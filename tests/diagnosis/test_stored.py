@@ -16,7 +16,7 @@ import ikkuna
 from ikkuna import cli
 from ikkuna.backends.run import Run
 from ikkuna.diagnosis import Finding, Judge, Rule, Score, get_rules
-from ikkuna.diagnosis.judge import check
+from ikkuna.diagnosis.check import check
 from ikkuna.diagnosis.stored_findings import changes, event_line, event_text, read_findings
 from ikkuna.diagnosis.stored_judgement import JudgementBackend
 from ikkuna.diagnosis.stored_values import RuleValuesFormat, read_rule_values

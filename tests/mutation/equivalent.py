@@ -434,7 +434,10 @@ EQUIVALENT = {
             *(
                 (change, line, "values are added at once instead of later, which changes time and no finding")
                 for change, line in (
-                    ("step < last -> step <= last", "if |step < last or value - value != 0:"),
+                    (
+                        "step < max(self._last_deferred, self._history.step) -> step <= max(self._last_deferred, self._history.step)",
+                        "if |step < max(self._last_deferred, self._history.step) or value - value != 0:",
+                    ),
                     (
                         "kind not in self._deferred_kinds -> kind in self._deferred_kinds",
                         "if |kind not in self._deferred_kinds:",
@@ -454,12 +457,12 @@ EQUIVALENT = {
             ),
             (
                 "value - value -> value + value",
-                "if step < last or |value - value != 0:",
+                "if step < max(self._last_deferred, self._history.step) or |value - value != 0:",
                 "values are added at once instead of later, which changes time and no finding",
             ),
             (
                 "0 -> 1",
-                "if step < last or value - value != |0:",
+                "if step < max(self._last_deferred, self._history.step) or value - value != |0:",
                 "values are added at once instead of later, which changes time and no finding",
             ),
             (

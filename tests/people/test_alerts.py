@@ -11,7 +11,7 @@ from ikkuna import cli
 from ikkuna.backends.loggers import StepValues
 from ikkuna.cli.sample_training import train_sample
 from ikkuna.diagnosis import Finding, Rule, Score
-from ikkuna.diagnosis.judge import check
+from ikkuna.diagnosis.check import check
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.integrations.mlflow import MlflowBackend
 from ikkuna.integrations.wandb import WandbBackend

@@ -12,7 +12,7 @@ from torch import nn
 
 import ikkuna
 from ikkuna.cli.program import main
-from ikkuna.diagnosis.judge import check
+from ikkuna.diagnosis.check import check
 from ikkuna.errors import StopTraining
 from ikkuna.support.modules import NamedModule
 from ikkuna.support.process_hooks import raised_in

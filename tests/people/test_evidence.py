@@ -12,7 +12,7 @@ from torch import nn
 
 import ikkuna
 from ikkuna.diagnosis import Finding, Findings
-from ikkuna.diagnosis.judge import check
+from ikkuna.diagnosis.check import check
 from ikkuna.diagnosis.stored_findings import read_findings
 from ikkuna.reading import read_run
 from ikkuna.report import write_report

@@ -63,7 +63,7 @@ import json
 import torch
 from torch import nn
 import ikkuna
-from ikkuna.diagnosis.judge import check
+from ikkuna.diagnosis.check import check
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))

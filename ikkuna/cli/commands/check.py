@@ -40,7 +40,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
 
         found = check_baseline(runs[0], options.baseline)
     else:
-        from ikkuna.diagnosis.judge import check
+        from ikkuna.diagnosis.check import check
 
         found = check(runs[0], options.rules and options.rules.split(","), options.muted)
     facts = {

@@ -20,7 +20,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     from ikkuna.cli.sample_training import train_sample
     from ikkuna.cli.terminal import runs_by_age
     from ikkuna.diagnosis import Findings
-    from ikkuna.diagnosis.judge import check
+    from ikkuna.diagnosis.check import check
     from ikkuna.errors import ConfigError
     from ikkuna.report import write_report
     from ikkuna.report.page import page_target

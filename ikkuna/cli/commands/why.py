@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, terminal: Terminal) -> int:
-    from ikkuna.diagnosis.judge import check
+    from ikkuna.diagnosis.check import check
     from ikkuna.report.first_changes import first_changes
     from ikkuna.store import read_run
 
