@@ -286,7 +286,8 @@ class History:
 
     def extend(self, kind: str, name: str | None, steps: Sequence[int], values: Sequence[float]) -> None:
         """Append finite values of training steps to a series; there is at least one."""
-        self.begin = steps[0] if self.begin is None else min(self.begin, steps[0])
+        if self.begin is None:
+            self.begin = steps[0]
         self.step = max(self.step, steps[-1])
         self._fresh.clear()
         curves = self._curves[kind, TRAINING]

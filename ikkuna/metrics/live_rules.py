@@ -295,9 +295,8 @@ class RuleSubscriber(Subscriber):
                 kept = [(self._group("learning_rate", name or None), np.array([float(rate)])) for name, rate in named]
             for group, value in kept:
                 self._kept.append((group, value, step))
-            if i < end - 1:
-                self._judged.append((step, self._kept))
-                self._kept = []
+            self._judged.append((step, self._kept))
+            self._kept = []
 
     def loss_threshold(self) -> float:
         """Return the loss above which a step is measured itself, see `ikkuna.numerics.spike_score`."""

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import random
 import re
 from itertools import takewhile
 from types import MappingProxyType, SimpleNamespace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from ikkuna_subscribers.rules.loss import LossSpikeRule
 
 from ikkuna.diagnosis import Finding, History, Judge, Network, Rule, Score, get_rules
 from ikkuna.diagnosis.check import _judge_session, _shown_sessions, check, findings_of, judge_again
@@ -19,6 +21,9 @@ from ikkuna.diagnosis.judge import LOSS_BETWEEN, Alarm
 from ikkuna.diagnosis.mistakes import EXPLAINS
 from ikkuna.diagnosis.stored_values import RuleValuesFormat, ValueGroup
 from ikkuna.errors import ConfigError, ConfigTypeError, PluginError
+from ikkuna.metrics.live_rules import RuleSubscriber
+from ikkuna.metrics.messages.stamp import Stamp
+from ikkuna.metrics.subscriber.base import StepLosses
 from ikkuna.store import read_run
 from ikkuna.store.names import SeriesGroup
 from ikkuna.store.values import ModuleEntry
@@ -944,3 +949,79 @@ def test_a_check_returns_what_is_stored_or_what_rules_find_without_what_is_muted
         assert (found.judged, found.skipped, found.needed) == (again.judged, again.skipped, again.needed)
         assert found.skipped
         assert found.needed
+
+
+class FallingRule(Rule):
+    """The loss is above 3, which is grave if it does not fall."""
+
+    name, needs, patience, stride = "above_three", {"loss": ""}, 1, 10
+    meaning, severity, severity_while_falling = "The loss is {figure:g}.", "error", "warning"
+    judged_on = frozenset(("loss",))
+
+    def scores(self, history):
+        curve = history.now("loss")
+        if curve is not None:
+            yield Score(curve.last / 3, curve.last)
+
+
+class RateRule(Rule):
+    """The rate is not finite."""
+
+    name, needs, patience, stride, meaning = "no_rate", {"learning_rate": ""}, 1, 10, "The rate is {figure:g}."
+
+    def scores(self, history):
+        curve = history.now("learning_rate")
+        if curve is not None:
+            yield Score(0.0 if math.isfinite(curve.last) else 2.0, curve.last)
+
+
+@pytest.mark.parametrize("rules", [(FallingRule,), (RateRule,), (FallingRule, RateRule, LossSpikeRule)])
+@pytest.mark.parametrize("every", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(20))
+def test_losses_of_a_block_are_judged_as_those_of_single_steps(seed, every, rules):
+    """Values, findings, and the steps at which rules judged do not depend on how many losses come together."""
+    choose = random.Random(seed)
+    jumps, infinite, unusual = (choose.choice((0, 0.02, 0.1)) for _ in range(3))
+    losses = [choose.uniform(1, 1.1) * (choose.choice((3, 40)) if choose.random() < jumps else 1) for _ in range(130)]
+    losses = [math.inf if choose.random() < infinite / 5 else loss for loss in losses]
+    rates = [[math.nan if choose.random() < unusual / 5 else 0.1 + step // 30] for step in range(130)]
+    sizes = [choose.randint(1, 40) for _ in range(130)]
+
+    def state(judge, found):
+        curves = {(kind, name): (list(c.steps), list(c.values)) for kind, _, name, c in judge.history.all_curves()}
+        return (
+            str(curves),
+            str(judge.history.loss_scores),
+            list(map(str, found)),
+            str(judge.findings),
+            judge.history.begin,
+        )
+
+    single, found = Judge([rule() for rule in rules]), []
+    for step, loss in enumerate(losses):
+        is_read = step % every == 0
+        single.defer("loss" if is_read else LOSS_BETWEEN, None, step, loss)
+        if is_read:
+            single.defer("learning_rate", None, step, rates[step][0])
+        if is_read or single.is_urgent:
+            found += single.finish_step(step)
+
+    together, told = Judge([rule() for rule in rules]), []
+    finish, judged = together.finish_step, []
+    together.finish_step = lambda step: judged.append(step) or told.extend(new := finish(step)) or new
+    subscriber = RuleSubscriber(["loss"], together, loss_every=every, backend="null")
+    subscriber._store, kept = object(), []
+    subscriber._store_steps = lambda stamp: kept.extend(subscriber._judged) or subscriber._judged.clear()
+    begin = 0
+    for size in sizes:
+        block = losses[begin : begin + size]
+        if block:
+            first = Stamp(begin, begin, 0)
+            subscriber.compute_losses(StepLosses(first, ("0",), losses=block, rates=rates[begin : begin + size]))
+        begin += size
+    assert state(together, told) == state(single, found)
+    assert {step for step, _ in kept} >= set(range(0, len(losses), every))
+    read = [entry for _, entries in kept for entry in entries]
+    stored = [(at, values.item()) for group, values, at in read if group.kind != "learning_rate"]
+    assert stored == list(enumerate(losses))[: len(stored)]
+    assert len(stored) > (len(losses) - 1) // every * every
