@@ -28,7 +28,7 @@ from ikkuna.observation.rows.plan import NOTHING, Plan
 from ikkuna.observation.steps.forwards import Forward
 from ikkuna.observation.steps.step_tracker import StepTracker
 from ikkuna.store.run_directory import ControlFile
-from ikkuna.support.torch_internals import graph_task, sequence_number
+from ikkuna.support.torch_internals import graph_task, memory_of, sequence_number
 
 _OFF, _NOTHING, _CALLED, _RETURNED, _COMPUTING, _STEPPING = range(-1, 5)
 """The events of the open step so far; a step of which nothing is wanted has no `_COMPUTING`.  `_OFF` while steps are not counted here."""
@@ -375,7 +375,7 @@ class IdleSteps:
         if known is None or not args or known is not args[0]:
             recorded = range(counted.nodes, counted.behind)
             if not is_computed_in([output], recorded):
-                outputs = [] if known is None else [known]
+                outputs = [] if known is None or (memory := memory_of(known)) is None else [memory]
                 return self._hooks.losses.is_of_another(output, (*args, *kwargs.values()), [recorded], outputs)
         if self._call is not None or kwargs or len(args) != 2 or not is_one_number(output):
             return False

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 
 pytree = _pytree
@@ -227,6 +228,25 @@ def saved_by(node: Any, name: str) -> Any:
     except RuntimeError:  # it was freed
         return None
     return found.detach() if isinstance(found, Tensor) else None
+
+
+Memory = StorageWeakRef
+"""A weak reference to the memory of tensors; its address is not that of other memory as long as it exists."""
+
+
+def memory_of(x: Tensor) -> Memory | None:
+    """Return a weak reference to the memory of a tensor, which equals that of its views alone; ``None`` for a tensor without such.
+
+    Examples
+    --------
+    >>> x = torch.ones(4)
+    >>> memory_of(x[2:]) == memory_of(x), memory_of(x.clone()) == memory_of(x), memory_of(x.to_sparse())
+    (True, False, None)
+    """
+    try:
+        return Memory(x.untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def shape_behind(node: Any, index: int = 0) -> tuple[int, ...] | None:

@@ -1,5 +1,6 @@
 """Evaluations in the user's own loop are a pass by themselves, and their figures equal those of plain Python."""
 
+import copy
 import logging
 
 import pytest
@@ -76,6 +77,46 @@ def test_a_validation_each_epoch_has_its_own_loss_and_accuracy(tmp_path, guard, 
     assert shown(handle, "accuracy") == pytest.approx(loop.accuracies)
     sampled = {step: values[0] for step, values in loop.trained.items() if step % every == 0}
     assert shown(handle, pass_name="training") == pytest.approx(sampled, rel=1e-6)
+
+
+@pytest.mark.parametrize("has_pass", [False, True], ids=["in the loop", "as a pass"])
+@pytest.mark.parametrize(
+    ("order", "how"),
+    [
+        *((order, how) for order in ("behind", "between, later", "between, earlier") for how in ("flat", "whole")),
+        ("behind", "scaled"),
+    ],
+)
+def test_the_evaluation_of_an_average_of_the_weights_does_not_count(order, how, has_pass, tmp_path):
+    # the average is a copy, of which the same module computes losses; what receives something computed from outputs counts always
+    loop, expected = Loop(), {}
+    average = copy.deepcopy(loop.model).eval()
+
+    def losses(model):
+        for x, y in zip(HELD_OUT[0].split(7), HELD_OUT[1].split(7), strict=True):
+            outputs = model(x).view(-1, 4) if how == "flat" else model(x)
+            yield loop.criterion(2 * outputs if how == "scaled" else outputs, y).double().item() * len(y)
+
+    with ikkuna.watch(loop.model, LossSubscriber(tag=None), loss=loop.criterion, log_dir=tmp_path) as handle:
+        for _ in range(3):
+            loop.backward(X, Y)
+            loop.update()
+            handle.test() if has_pass else None
+            loop.model.eval()
+            with torch.no_grad():
+                found = zip(losses(average), losses(loop.model), strict=True) if order == "between, earlier" else None
+                found = zip(losses(loop.model), losses(average), strict=True) if order == "between, later" else found
+                pairs = list(found or zip(list(losses(loop.model)), list(losses(average)), strict=True))
+            own = 1 if order == "between, earlier" else 0
+            total, of_average = (sum(pair[i] for pair in pairs) / len(HELD_OUT[1]) for i in (own, 1 - own))
+            expected[loop.step - 1] = (total + of_average) / 2 if how == "scaled" else total
+            handle.train() if has_pass else None
+            loop.model.train()
+    values = shown(handle, pass_name="testing" if has_pass else "validation")
+    if order == "between, earlier":
+        # before the first evaluation it is not known that the module receives outputs of the model
+        del values[min(values)], expected[min(expected)]
+    assert list(values.values()) == pytest.approx(list(expected.values()), rel=1e-6)
 
 
 def test_sets_that_are_evaluated_one_after_another_are_one_pass_and_named_ones_their_own(tmp_path):

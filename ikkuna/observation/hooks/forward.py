@@ -218,7 +218,7 @@ class ForwardHooks:
         if not context.model.stages or context.model.returns_output(module):
             if "network_output" in context.recorder.plan.kinds:
                 self._record_all("network_output", output, forward)
-            if not isinstance(output, Tensor):
+            if not isinstance(output, Tensor) or not torch.is_grad_enabled():
                 self._loss.root_ended(module, kwargs, output, forward)
         is_counted = context.recorder.plan.counts_forwards
         if (is_counted or context.observer is not None) and torch.is_grad_enabled():

@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from threading import get_ident
 from typing import Any, Literal
 
@@ -23,12 +23,12 @@ from ikkuna.numerics.prediction import IGNORED
 from ikkuna.observation.hooks.context import SEES_BACKWARD, HookContext, backward_roots
 from ikkuna.observation.hooks.hook import Hook, in_backward
 from ikkuna.observation.hooks.loss_graph import is_computed_in, is_of_another_model, share_memory
-from ikkuna.observation.hooks.nested_tensors import Leaves
+from ikkuna.observation.hooks.nested_tensors import Leaves, leaves
 from ikkuna.observation.model.watched_model import LossFunction, is_shifted
 from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.observation.steps.forwards import Forward
 from ikkuna.support.saved_losses import LossArguments, loss_arguments, saved_loss
-from ikkuna.support.torch_internals import call_before_backward
+from ikkuna.support.torch_internals import Memory, call_before_backward, memory_of
 
 _BY_SEQUENCE = ("CTCLoss",)
 
@@ -178,7 +178,9 @@ class LossHooks:
         self._outputs: list[weakref.ref[Tensor]] = []
         self._losses: list[weakref.ref[Tensor]] = []
         self._recorded: deque[range] = deque(maxlen=_MOST_FORWARDS)
-        self._returned: deque[weakref.ref[Tensor]] = deque(maxlen=_MOST_FORWARDS)
+        self._returned: deque[Memory] = deque(maxlen=_MOST_FORWARDS)
+        self._evaluated: deque[Memory] = deque(maxlen=_MOST_FORWARDS)
+        self._evaluates_outputs = False
         self.undivided = self._undivided = 0
         self._arguments: list[LossArguments] = []
         self._stop_looking: Callable[[], object] = int
@@ -222,11 +224,10 @@ class LossHooks:
         self._stop_looking, self.is_looking = self.look(), True
 
     def forward_ended(self, outputs: Leaves, recorded: range) -> None:
-        """Keep weak references to what a forward has returned, and the numbers of the nodes that autograd has recorded in it."""
+        """Remember the memory of what a forward has returned, and the numbers of the nodes that autograd has recorded in it."""
         if recorded:
             self._recorded.append(recorded)
-        for _, tensor in outputs[:_MOST_FORWARDS]:
-            self._returned.append(weakref.ref(tensor))
+        self._returned += _memories(outputs)
 
     def step_ended(self) -> None:
         """Forget what was seen in the step."""
@@ -250,14 +251,13 @@ class LossHooks:
         if in_backward() or not isinstance(output, Tensor):
             return
         if self._is_evaluated(output):
-            self._record_call(module, given, output, 0, self.validation(True))
+            self._record_evaluation(module, given, output)
             return
         if self.has_loss and context.recorder.rows is None and context.observer is None:
             return
-        outputs = [x for reference in self._returned if (x := reference()) is not None]
-        if context.tracker.pass_name == TRAINING and self.is_of_another(output, given, self._recorded, outputs):
+        if self._is_left_out(output, given, is_training := context.tracker.pass_name == TRAINING):
             return
-        if self.preflight is not None and output.requires_grad and context.tracker.pass_name == TRAINING:
+        if self.preflight is not None and output.requires_grad and is_training:
             function = module.function if isinstance(module, LossFunction) else module
             self._check(lambda checks: checks.record(function, args, kwargs, output))
         if (forward := context.tracker.calls[get_ident()].last) is None:
@@ -269,11 +269,15 @@ class LossHooks:
         self._losses.append(weakref.ref(output))
         if context.recorder.rows is not None:
             self._record_call(module, given, output, forward.part, context.recorder)
-        if context.observer is not None and forward.part >= 0 and context.tracker.pass_name == TRAINING:
+        if context.observer is not None and forward.part >= 0 and is_training:
             context.observer.loss_called(args, kwargs)
 
+    def _record_evaluation(self, module: nn.Module, arguments: Sequence[Any], output: Tensor) -> None:
+        if not self._is_evaluation_of_another(arguments):
+            self._record_call(module, arguments, output, 0, self.validation(True))
+
     def is_of_another(
-        self, loss: Tensor, arguments: Sequence[Any], recorded: Sequence[range], outputs: Sequence[Tensor]
+        self, loss: Tensor, arguments: Sequence[Any], recorded: Sequence[range], outputs: Collection[Memory]
     ) -> bool:
         """Return whether what the loss module returns in a training step is shown to be the loss of another model.
 
@@ -286,7 +290,7 @@ class LossHooks:
             What the loss module has returned.
         arguments : sequence
             What it was called with.
-        recorded, outputs : sequence
+        recorded, outputs : collection
             See `is_of_another_model`.
         """
         context, own = self.context, self.context.parameters.ids
@@ -300,6 +304,22 @@ class LossHooks:
             if isinstance(x, Tensor) and (x.requires_grad or share_memory(x, outputs)):
                 return x.requires_grad and is_of_another_model(x, recorded, outputs, own)
         return True
+
+    def _is_left_out(self, loss: Tensor, arguments: Sequence[Any], is_training: bool) -> bool:
+        """Return whether a call of the loss module is one for another model."""
+        if is_training:
+            return self.is_of_another(loss, arguments, self._recorded, self._returned)
+        return not torch.is_grad_enabled() and self._is_evaluation_of_another(arguments)
+
+    def _is_evaluation_of_another(self, arguments: Sequence[Any]) -> bool:
+        """Return whether a loss without gradients is that of another model, as of an average of the weights.
+
+        So it is if the module received nothing that the model has returned, although it has received that in evaluations before.
+        """
+        given = [x for x in arguments if isinstance(x, Tensor)]
+        is_own = any(share_memory(x, self._evaluated) for x in given)
+        self._evaluates_outputs = self._evaluates_outputs or is_own
+        return self._evaluates_outputs and not is_own
 
     def _check(self, record: Callable[[RecordedPreflight], None]) -> None:
         """Let the first loss of the training be recorded for the checks of the first step, if it can be."""
@@ -362,8 +382,13 @@ class LossHooks:
     # -- a model that computes its own loss ------------------------------------------------------------------------
 
     def root_ended(self, module: nn.Module, kwargs: dict[str, Any], output: Any, forward: Forward | None) -> None:
-        """Record the loss, the outputs and the labels of a model that returns its own loss; without `forward` it evaluates."""
+        """Record the loss, the outputs and the labels of a model that returns its own loss; without `forward` it evaluates.
+
+        If a loss module is set, the memory of what the model has returned without gradients is remembered.
+        """
         context = self.context
+        if context.model.loss is not None and not torch.is_grad_enabled():
+            self._evaluated += _memories(leaves(output))
         if context.model.loss is not None or isinstance(output, Tensor) or (loss := _field(output, "loss")) is None:
             return
         is_evaluated = forward is None and self._is_evaluated(loss)
@@ -521,6 +546,12 @@ class LossHooks:
 def _path(number: int, is_beside: bool) -> str:
     """Return the path of what ``backward()`` is called on, of an optimizer with this number, perhaps beside a loss module's."""
     return "/".join([*([_OBJECTIVE] if is_beside else []), *([str(number)] if number else [])])
+
+
+def _memories(outputs: Leaves) -> list[Memory]:
+    """Return weak references to the memory of the first tensors of an output."""
+    found = [memory_of(tensor) for _, tensor in outputs[:_MOST_FORWARDS]]
+    return [memory for memory in found if memory is not None]
 
 
 def _field(output: Any, name: str) -> Tensor | None:

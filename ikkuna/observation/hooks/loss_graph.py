@@ -1,13 +1,12 @@
 """Finds whether the graph of a loss is that of the watched model."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ikkuna.numerics.elements import has_storage
-from ikkuna.support.torch_internals import number_of_node
+from ikkuna.support.torch_internals import Memory, memory_of, number_of_node
 
 _MOST_NODES = 1024  # a walk of half a millisecond
 _Opaque = torch.autograd.function.BackwardCFunction
@@ -49,7 +48,7 @@ def _nodes_of(losses: Sequence[Any]) -> Iterator[Any]:
 
 
 def is_of_another_model(
-    loss: Tensor, recorded: Sequence[range], outputs: Sequence[Tensor], own: Callable[[], set[int]]
+    loss: Tensor, recorded: Sequence[range], outputs: Collection[Memory], own: Callable[[], set[int]]
 ) -> bool:
     """Return whether the graph of a loss shows that it is a function of other parameters, and not of a model.
 
@@ -59,8 +58,8 @@ def is_of_another_model(
         The loss.
     recorded : sequence of range
         The numbers of the nodes that autograd has recorded in forwards of the model.
-    outputs : sequence of Tensor
-        What these have returned; a loss that begins at memory of them is one of the model.
+    outputs : collection of Memory
+        The memory of what these have returned; a loss that begins there is one of the model.
     own : callable
         Returns the ids of the parameters of the model.
 
@@ -85,16 +84,15 @@ def is_of_another_model(
     return own().isdisjoint(map(id, leaves)) and not any(share_memory(leaf, outputs) for leaf in leaves)
 
 
-def share_memory(x: Tensor, others: Sequence[Tensor]) -> bool:
-    """Return whether a tensor has the memory of one of others, or one of them has none that is known.
+def share_memory(x: Tensor, memories: Collection[Memory]) -> bool:
+    """Return whether a tensor has one of several memories, or one that is not known.
 
     Examples
     --------
     >>> x = torch.ones(3)
-    >>> share_memory(x[1:], [x.detach()]), share_memory(x + 1, [x]), share_memory(x, [])
+    >>> memories = [memory_of(x)]
+    >>> share_memory(x[1:], memories), share_memory(x + 1, memories), share_memory(x, [])
     (True, False, False)
     """
-    if not has_storage(x):
-        return True
-    place = x.untyped_storage().data_ptr()
-    return any(not has_storage(other) or other.untyped_storage().data_ptr() == place for other in others)
+    own = memory_of(x)
+    return own is None or own in memories
