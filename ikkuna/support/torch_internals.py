@@ -235,7 +235,7 @@ Memory = StorageWeakRef
 
 
 def memory_of(x: Tensor) -> Memory | None:
-    """Return a weak reference to the memory of a tensor, which equals that of its views alone; ``None`` for a tensor without such.
+    """Return a weak reference to the memory of a tensor, which equals that of its views alone; ``None`` without memory.
 
     Examples
     --------

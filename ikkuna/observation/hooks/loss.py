@@ -224,7 +224,9 @@ class LossHooks:
         self._stop_looking, self.is_looking = self.look(), True
 
     def forward_ended(self, outputs: Leaves, recorded: range) -> None:
-        """Remember the memory of what a forward has returned, and the numbers of the nodes that autograd has recorded in it."""
+        """Remember the memory of what a forward has returned, and the nodes recorded in it, for the calls of a loss module."""
+        if self.context.model.loss is None:
+            return
         if recorded:
             self._recorded.append(recorded)
         self._returned += _memories(outputs)
