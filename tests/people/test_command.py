@@ -114,10 +114,10 @@ def test_lists_have_no_markup(topic, capsys):
 def test_check_names_no_attribute_and_has_colours(runs, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     write_run(runs / "run0012", dead="stem", created="2026-04-01")
-    from ikkuna.diagnosis import Finding, Findings, judge
+    from ikkuna.diagnosis import Finding, Findings, check
 
     found = Findings([Finding("dead_units", "error", "All are 0.", "stem")], skipped={"x": "y"})
-    monkeypatch.setattr(judge, "check", lambda path, rules, muted: found)
+    monkeypatch.setattr(check, "check", lambda path, rules, muted: found)
     assert "\x1b[1;31merror\x1b[0m " in called(capsys, "check")[1]
     monkeypatch.undo()
     assert "findings." not in called(capsys, "check", runs)[1]
