@@ -370,6 +370,8 @@ class IdleSteps:
 
         The loss of another model is left out.
         """
+        if not isinstance(output, Tensor):
+            return False
         counted = self._counted
         known = None if self._output is None else self._output()
         if known is None or not args or known is not args[0]:

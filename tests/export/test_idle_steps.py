@@ -436,3 +436,22 @@ def test_a_loss_is_what_its_module_returned_whatever_becomes_of_the_result(unusu
     slow, none = run_with_unusual_losses(unusual, tmp_path)
     assert quick == slow
     assert counted > none == 0
+
+
+class LossAndParts(nn.Module):
+    def forward(self, outputs, labels):
+        loss = (outputs - labels).square().mean()
+        return loss, {"total": loss.item()}
+
+
+def test_a_loss_module_may_return_more_than_a_loss(tmp_path):
+    model, loss = Model(), LossAndParts()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with ikkuna.watch(model, loss, log_dir=tmp_path, backend="null", verbosity=0) as watched:
+        for _ in range(45):
+            x = torch.randn(4, 2)
+            optimizer.zero_grad()
+            loss(model(x, PARTS).flatten(), x.flatten())[0].backward()
+            optimizer.step()
+    assert watched.health().errors == 0
+    assert watched.health().steps == 45

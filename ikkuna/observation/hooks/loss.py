@@ -117,7 +117,7 @@ def label_weight(labels: Tensor, ignored: int, weights: Tensor | None = None) ->
 
 
 _OBJECTIVE = "objective"
-_MOST_FORWARDS = 16
+_MOST_KEPT = 16  # forwards, and outputs, to which a loss may belong
 _NONE: tuple[Forward | None, int, range] = None, 0, range(0)
 
 
@@ -171,15 +171,15 @@ class LossHooks:
         self.preflight: RecordedPreflight | None = None
         self.objective: RecordedObjective | None = None
         self.validation: Callable[[bool], Recorder] = lambda loss: context.recorder
-        self._was_called = self._is_usual = self._is_unowned = self._knows_labels = False
+        self._was_called = self._is_usually_called = self._is_unowned = self._knows_labels = False
         self._numbers: dict[int, int] = {}
         self._owned: list[set[int]] = []
         self._last_root: weakref.ref[Tensor] | None = None
         self._outputs: list[weakref.ref[Tensor]] = []
         self._losses: list[weakref.ref[Tensor]] = []
-        self._recorded: deque[range] = deque(maxlen=_MOST_FORWARDS)
-        self._returned: deque[Memory] = deque(maxlen=_MOST_FORWARDS)
-        self._evaluated: deque[Memory] = deque(maxlen=_MOST_FORWARDS)
+        self._recorded: deque[range] = deque(maxlen=_MOST_KEPT)
+        self._returned: deque[Memory] = deque(maxlen=_MOST_KEPT)
+        self._evaluated: deque[Memory] = deque(maxlen=_MOST_KEPT)
         self._evaluates_outputs = False
         self.undivided = self._undivided = 0
         self._arguments: list[LossArguments] = []
@@ -235,7 +235,7 @@ class LossHooks:
         """Forget what was seen in the step."""
         self._recorded.clear()
         self._returned.clear()
-        self._is_usual = self._is_usual or self._was_called
+        self._is_usually_called = self._is_usually_called or self._was_called
         self._was_called = self._is_unowned = self._knows_labels = False
         self._arguments, self._outputs, self._losses, self._unreached = [], [], [], _NONE
         self.undivided, self._undivided = self._undivided, 0
@@ -265,7 +265,7 @@ class LossHooks:
         if (forward := context.tracker.calls[get_ident()].last) is None:
             return
         if self._is_unowned and not self._is_beside:
-            self._is_usual = True  # from the next step on; in this one a backward has come before
+            self._is_usually_called = True  # from the next step on; in this one a backward has come before
             return
         self._was_called = self.has_loss = True
         self._losses.append(weakref.ref(output))
@@ -529,7 +529,7 @@ class LossHooks:
     @property
     def _is_beside(self) -> bool:
         """Whether the loss module is called in this step as well, or usually."""
-        return self._was_called or self._is_usual
+        return self._was_called or self._is_usually_called
 
     def numbers_of(self, optimizers: frozenset[int]) -> tuple[int, ...]:
         """Return the numbers of optimizers that have stepped."""
@@ -552,7 +552,7 @@ def _path(number: int, is_beside: bool) -> str:
 
 def _memories(outputs: Leaves) -> list[Memory]:
     """Return weak references to the memory of the first tensors of an output."""
-    found = [memory_of(tensor) for _, tensor in outputs[:_MOST_FORWARDS]]
+    found = [memory_of(tensor) for _, tensor in outputs[:_MOST_KEPT]]
     return [memory for memory in found if memory is not None]
 
 
