@@ -201,7 +201,38 @@ class Network:
 
 
 TRAINING = "training"
+GRADIENTS = "gradients_global_norm"
+"""The kind of the global norm of the gradients that the optimizer receives."""
 _SCORES = 1024
+
+
+class ScoredSeries:
+    """A series of which each value is compared with those before it, see `ikkuna.numerics.spike_score`.
+
+    Attributes
+    ----------
+    score : SpikeScore
+        The running score.
+    latest : deque of (int, float, float)
+        The last steps, their values and the scores of these.
+
+    Examples
+    --------
+    >>> series = ScoredSeries()
+    >>> len(series.add([*range(64)], [1.0] * 32 + [9.0] + [1.0] * 31)), series.latest[-1]
+    (33, (32, 9.0, inf))
+    """
+
+    def __init__(self) -> None:
+        self.score = SpikeScore()
+        self.latest: deque[tuple[int, float, float]] = deque(maxlen=_SCORES)
+
+    def add(self, steps: Iterable[int], values: Iterable[float]) -> list[float]:
+        """Add the values of steps up to the first spike; return their scores."""
+        values = list(values)
+        scores = self.score.add_until_spike(values)
+        self.latest.extend(zip(steps, values, scores, strict=False))
+        return scores
 
 
 class History:
@@ -220,10 +251,8 @@ class History:
         The first step; above 0 if the run continues another one.
     memory : dict of str to dict
         What each rule stores from one step to the next, by its name; empty after a restart.
-    loss_score : SpikeScore
-        The running score of the losses of all steps.
-    loss_scores : deque of (int, float, float)
-        The last steps, their losses and the spike scores of these, see `ikkuna.numerics.spike_score`.
+    scored : dict of str to ScoredSeries
+        The losses of all steps, and the global norms of gradients as far as they are read; their curves get the values later.
 
     Examples
     --------
@@ -246,14 +275,7 @@ class History:
         self._curves: defaultdict[tuple[str, str], dict[str | None, TimeSeries]] = defaultdict(dict)
         self._matrices: dict[tuple[str, Network], list[tuple[str, TimeSeries]]] = {}
         self._fresh: dict[tuple[str, str | Network, int], list[tuple[str, TimeSeries]]] = {}  # until the next value
-        self.loss_scores: deque[tuple[int, float, float]] = deque(maxlen=_SCORES)
-        self.loss_score = SpikeScore()
-
-    def score_losses(self, first: int, values: Sequence[float]) -> list[float]:
-        """Return the spike scores of the losses of steps in a row, up to the first spike; their series get them later."""
-        scores = self.loss_score.add_until_spike(values)
-        self.loss_scores.extend(zip(range(first, first + len(scores)), values, scores, strict=False))
-        return scores
+        self.scored = {"loss": ScoredSeries(), GRADIENTS: ScoredSeries()}
 
     @property
     def is_finite(self) -> bool:

@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 from ikkuna.diagnosis.findings import FindingList, Findings
-from ikkuna.diagnosis.history import TRAINING, History, Network
+from ikkuna.diagnosis.history import GRADIENTS, TRAINING, History, Network
 from ikkuna.diagnosis.mistakes import EXPLAINS
 from ikkuna.diagnosis.rule import Rule, Score
 from ikkuna.diagnosis.stored_findings import changes
@@ -118,7 +118,8 @@ _MOST_DEFERRED = 1000
 
 LOSS_BETWEEN = "loss_between"
 """The kind of losses between two of those that rules read, as far as they are finite and no spikes."""
-_LOSSES = "loss", LOSS_BETWEEN
+_SCORED = {"loss": "loss", LOSS_BETWEEN: "loss", GRADIENTS: GRADIENTS}
+"""For each kind whose values are scored, that of those which rules judge."""
 
 
 class Judge:
@@ -242,8 +243,9 @@ class Judge:
         if pass_name == TRAINING and step < self._history.step:
             self.rewind(step)
         is_usual = pass_name == TRAINING and all(map(math.isfinite, values))
-        if kind in _LOSSES and names[0] is None and (not is_usual or self._is_spike(step, values[0])):
-            kind = "loss"
+        scored = None if names[0] is not None else _SCORED.get(kind)
+        if scored is not None and (not is_usual or self._is_spike(scored, step, values[0])):
+            kind = scored
         self._history.add_all(kind, names, step, values, pass_name)
         self._changed.add(kind)
         if not is_usual:
@@ -259,8 +261,8 @@ class Judge:
         if step < max(self._last_deferred, self._history.step) or value - value != 0:
             self.add(kind, name, step, value)
             return
-        if kind in _LOSSES and name is None and self._is_spike(step, value):
-            kind = "loss"
+        if name is None and (scored := _SCORED.get(kind)) is not None and self._is_spike(scored, step, value):
+            kind = scored
         steps, values = self._deferred.setdefault((kind, name), ([], []))
         steps.append(step)
         values.append(value)
@@ -283,10 +285,10 @@ class Judge:
         if not finite or first < max(self._last_deferred, self._history.step):
             self.defer(LOSS_BETWEEN if first % every else "loss", None, first, losses[0])
             return 1
-        scores = self._history.score_losses(first, finite)
+        scores = self._history.scored["loss"].add(range(first, first + len(finite)), finite)
         last = first + len(scores) - 1
         if scores[-1] > LIMIT:
-            self._has_spiked(last)
+            self._has_spiked("loss", last)
         for step, value, score in zip(range(first, last + 1), finite, scores, strict=False):
             kind = LOSS_BETWEEN if step % every and not score > LIMIT else "loss"
             steps, values = self._deferred.setdefault((kind, None), ([], []))
@@ -308,27 +310,26 @@ class Judge:
         deferred += [value for _, value in values]
         self._count_deferred += len(values)
 
-    @property
-    def loss_threshold(self) -> float:
-        """Only a loss that is not at most this can be a spike."""
-        return self._history.loss_score.threshold
+    def threshold_of(self, kind: str) -> float | None:
+        """Only a value of a scored kind that is not at most this can be a spike; ``None`` if no rule reads the kind."""
+        return self._history.scored[kind].score.threshold if kind in self._readers else None
 
     @property
     def is_urgent(self) -> bool:
         """Whether a value was added that is judged at once."""
         return bool(self._urgent)
 
-    def _is_spike(self, step: int, value: float) -> bool:
-        """Compute the spike score of a loss; return whether it is a spike, which is judged at once."""
-        is_spike = self._history.score_losses(step, (value,))[0] > LIMIT
+    def _is_spike(self, kind: str, step: int, value: float) -> bool:
+        """Compute the spike score of a value; return whether it is a spike, which is judged at once."""
+        is_spike = self._history.scored[kind].add((step,), (value,))[0] > LIMIT
         if is_spike:
-            self._has_spiked(step)
+            self._has_spiked(kind, step)
         return is_spike
 
-    def _has_spiked(self, step: int) -> None:
-        """Let a step be judged at whose loss is a spike."""
+    def _has_spiked(self, kind: str, step: int) -> None:
+        """Let a step be judged whose value is a spike."""
         self._due_at = step
-        self._urgent.add("loss")
+        self._urgent.add(kind)
 
     def _flush(self) -> None:
         """Add the values that were deferred."""

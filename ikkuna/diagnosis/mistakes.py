@@ -206,7 +206,7 @@ NONFINITE = Mistake(
     "NonFiniteSubscriber() names the operation",
     explains=_names(
         "diverges no_learning loss_spike dead_units ignores_input class_collapse zero_gradient never_moves plateau saturated "
-        "vanishing_gradient gradient_spike lost_updates softmax_twice"
+        "vanishing_gradient gradient_spike gradient_jump lost_updates softmax_twice"
     ),
 )
 DEAD_UNITS = Mistake(
@@ -230,7 +230,7 @@ SIGNAL_LOST = Mistake(
     "very negative bias or a product with zero",
     explains=_names(
         "ignores_input vanishing_gradient no_learning lr_too_low lr_too_high saturated class_collapse rank_collapse plateau "
-        "gradient_spike update_ratio"
+        "gradient_spike gradient_jump update_ratio"
     ),
 )
 SIGNAL_SCALE = Mistake(

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from ikkuna.backends.backend import Backend, get_backend
 from ikkuna.backends.loggers import adapted
 from ikkuna.diagnosis import Finding, Findings, Judge, Network, Rule, get_rules
 from ikkuna.diagnosis.findings import STYLES, is_muted
+from ikkuna.diagnosis.history import GRADIENTS
 from ikkuna.diagnosis.judge import LOSS_BETWEEN
 from ikkuna.diagnosis.mistakes import ENDED_BY_EXCEPTION, EXPLAINS
 from ikkuna.diagnosis.recorded_preflight import RecordedPreflight
@@ -110,6 +111,7 @@ OnFinding = Callable[[Finding], object]
 _JUDGED = Series("judged")
 _LOSS = SeriesGroup("loss", (None,))
 _LOSS_BETWEEN = SeriesGroup(LOSS_BETWEEN, (None,))
+_GRADIENTS = SeriesGroup(GRADIENTS, (None,))
 _SKIPPED = SeriesGroup("step_skipped", (None,))
 
 
@@ -242,27 +244,27 @@ class RuleSubscriber(Subscriber):
             return
         stamp, names = batch.stamp, batch.names.names
         is_read = self._asked[1] if self._asked[0] is stamp else self._reads(stamp)
-        if not is_read and (batch.kind != "loss" or names[0] is not None):
+        if not is_read and (batch.kind not in ("loss", GRADIENTS) or names[0] is not None):
             return
         values = batch.data if isinstance(batch.data, np.ndarray) else batch.records.mean
-        if not is_read:
+        if not is_read and batch.kind == "loss":
             self.judge.defer(LOSS_BETWEEN, None, stamp.global_step, float(values[0]))
             self._keep(_LOSS_BETWEEN, values, stamp.global_step)
-        elif len(names) == 1 and stamp.pass_name == TRAINING:  # the loss, which has a value in every step
+        elif len(names) == 1 and stamp.pass_name == TRAINING:  # as the loss, which has a value in every step
             self.judge.defer(batch.kind, names[0], stamp.global_step, float(values[0]))
             self._keep(self._curve_group(batch.names, batch.kind, TRAINING), values, stamp.global_step)
         else:
             self.receive_all(batch, batch.kind, values)
 
     def compute_losses(self, block: StepLosses) -> None:
-        """Add the losses and learning rates of steps in a row, and judge each of the steps."""
+        """Add the losses, norms of gradients and learning rates of steps in a row, and judge each of the steps."""
         assert block.first is not None
         first, every, done = block.first.global_step, self._loss_every, 0
         known = [rate for row in {id(row): row for row in block.rates}.values() for rate in row if rate is not None]
         size = len(block.losses) if all(map(math.isfinite, known)) else 1  # else each step is judged at once
         while done < len(block.losses):
-            begin = first + done
-            count = self.judge.defer_losses(begin, block.losses[done : done + size], every)
+            begin, until = first + done, min((i for i in block.gradients if i >= done), default=done + size)
+            count = self.judge.defer_losses(begin, block.losses[done : min(done + size, until + 1)], every)
             read = range(begin + -begin % every, begin + count, every)
             rates = [(step, block.rates[step - first]) for step in read]
             for column, key in enumerate(block.names):
@@ -272,13 +274,15 @@ class RuleSubscriber(Subscriber):
                     [(step, float(row[column])) for step, row in rates if row[column] is not None],
                 )
             done += count
+            if (norm := block.gradients.get(done - 1)) is not None:
+                self.judge.defer(GRADIENTS, None, first + done - 1, norm)
             self._keep_losses(block, done - count, done)
             if self.judge.is_urgent or not (first + done - 1) % every:
                 self._end_step(block.stamp(done - 1), is_stored=False)
         self._store_steps(block.last)
 
     def _keep_losses(self, block: StepLosses, begin: int, end: int) -> None:
-        """Keep the losses of some steps of a block, and the learning rates of those that rules read, but judge none of them."""
+        """Keep what is known of some steps of a block, the learning rates of those that rules read, but judge none of them."""
         if self._store is None or block.first is None:
             return
         values, first, known = np.array(block.losses), block.first.global_step, None
@@ -286,6 +290,8 @@ class RuleSubscriber(Subscriber):
         for i in range(begin, end):
             is_read = (step := first + i) % self._loss_every == 0
             self._kept.append((_LOSS if is_read else _LOSS_BETWEEN, values[i : i + 1], step))
+            if i in block.gradients:
+                self._kept.append((_GRADIENTS, np.array([block.gradients[i]]), step))
             if not is_read:
                 continue
             if has_rates and block.rates[i] is not known:
@@ -300,7 +306,11 @@ class RuleSubscriber(Subscriber):
 
     def loss_threshold(self) -> float:
         """Return the loss above which a step is measured itself, see `ikkuna.numerics.spike_score`."""
-        return self.judge.loss_threshold
+        return cast(float, self.judge.threshold_of("loss"))
+
+    def gradient_threshold(self) -> float | None:
+        """Return the norm of the gradients above which a step is measured itself, if a rule reads such norms."""
+        return self.judge.threshold_of(GRADIENTS)
 
     def _add_event(self, message: Message) -> None:
         assert isinstance(message, NetworkMessage)

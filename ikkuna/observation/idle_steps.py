@@ -1,5 +1,6 @@
 """Counts steps of which nothing but the loss is wanted by a few hooks, without the step tracker."""
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from threading import RLock, get_ident
@@ -18,6 +19,7 @@ from ikkuna.metrics.subscriber.base import StepLosses
 from ikkuna.numerics.statistics.native.hook_functions import MOST_LOSSES
 from ikkuna.observation.hooks.context import SEES_BACKWARD, HookContext, running_steps
 from ikkuna.observation.hooks.forward import ForwardHooks
+from ikkuna.observation.hooks.gradients import GradientNorm
 from ikkuna.observation.hooks.hook import is_traced
 from ikkuna.observation.hooks.hook_set import HookSet
 from ikkuna.observation.hooks.loss import LossHooks, is_one_number, needs_outputs
@@ -74,7 +76,8 @@ class IdleSteps:
     If subscribers take the loss of every step (see `Subscriber.compute_losses`), it is read where the loss module returns it, or else where
     its backward begins, on the host alone.  The losses are delivered together, `MOST_LOSSES` at most.
     A step whose loss is above the threshold of a subscriber is measured itself: it is sampled by each subscriber that needs no forward,
-    from its backward on.
+    from its backward on.  So is a step whose gradients have a norm above a threshold, or NaN, from its optimizer on; they are read as
+    often as `GradientNorm` permits.
 
     Parameters
     ----------
@@ -95,10 +98,10 @@ class IdleSteps:
     # `CountedSteps`.
     __slots__ = (
         *("__weakref__", "_arguments", "_bus", "_call", "_computing", "_context", "_control", "_counted"),
-        *("_counting_ended", "_handlers", "_has_counted", "_hooks", "_is_shared", "_left", "_lock", "_logged"),
-        *("_loss_arguments", "_losses", "_number", "_on_host", "_optimizer", "_output", "_owned", "_plan"),
-        *("_plans", "_queue", "_rates", "_refusals", "_root", "_run", "_steps", "_stop_looking", "_thread"),
-        *("_thread_state", "_tracker", "_waits"),
+        *("_counting_ended", "_gradient_threshold", "_gradients", "_handlers", "_has_counted", "_hooks"),
+        *("_is_shared", "_left", "_lock", "_logged", "_loss_arguments", "_losses", "_norm_due", "_norm_of"),
+        *("_number", "_on_host", "_optimizer", "_output", "_owned", "_plan", "_plans", "_queue", "_rates"),
+        *("_refusals", "_root", "_run", "_steps", "_stop_looking", "_thread", "_thread_state", "_tracker", "_waits"),
     )
 
     def __init__(
@@ -143,6 +146,10 @@ class IdleSteps:
         self._losses, self._rates = StepLosses(), list[list[Any]]()
         self._on_host: tuple[object, bool] = (), True
         self._steps = 0
+        # gradients
+        self._gradients, self._gradient_threshold = GradientNorm(()), math.inf
+        self._norm_of: object = None
+        self._norm_due = 0
 
     @property
     def steps(self) -> int:
@@ -172,15 +179,47 @@ class IdleSteps:
             counted.thread = self._thread if self._is_on_host() else 0  # on a device a CUDA graph may be captured
 
     def _begin_losses(self) -> None:
-        thresholds = [registered.subscriber.loss_threshold() for registered in self._plan.subscriptions]
+        subscribers = [registered.subscriber for registered in self._plan.subscriptions]
         counted = self._counted
-        counted.threshold = min(thresholds)
+        counted.threshold = min(subscriber.loss_threshold() for subscriber in subscribers)
         rates: dict[str, Any] = {}
         if self._optimizer is not None and (optimizer := self._optimizer()) is not None:
             add_rates(optimizer, rates)
         self._steps, counted.count, counted.most = self.steps, 0, int(min(self._left, MOST_LOSSES))
         self._losses, self._rates = StepLosses(self._tracker.stamp, tuple(rates), perf_counter()), []
+        self._begin_gradients([limit for each in subscribers if (limit := each.gradient_threshold()) is not None])
         self._stop_looking = self._hooks.losses.look()
+
+    def _begin_gradients(self, thresholds: Sequence[float]) -> None:
+        """Set the first step whose gradients are read, if any subscriber wants them."""
+        self._counted.gradients_at = -1
+        if not thresholds:
+            return
+        parameters, norm = self._context.parameters.all, self._gradients
+        if self._norm_of is not parameters:
+            self._norm_of, norm = parameters, GradientNorm(parameters)
+            self._gradients, self._norm_due = norm, 0
+        self._gradient_threshold = min(thresholds)
+        ahead = self._norm_due - self._tracker.stamp.global_step
+        self._counted.gradients_at = min(
+            max(ahead, 0), norm.every
+        )  # the training may have been resumed at an earlier step
+
+    def _takes_gradients(self) -> bool:
+        """Read the gradients of the open step if that is due; return whether their norm is usual, as far as it is known."""
+        counted, losses, norm = self._counted, self._losses, self._gradients
+        if (count := counted.count) != counted.gradients_at:
+            return True
+        value = norm.read((perf_counter() - losses.began) / (count + 1))
+        counted.gradients_at = count + norm.every
+        self._norm_due = self._tracker.stamp.global_step + counted.gradients_at
+        if value is None:
+            return True
+        losses.gradients[count] = value
+        if value <= self._gradient_threshold:
+            return True
+        self._measure()
+        return False
 
     def _find(self, plan: Plan) -> bool:
         """Find the root and the only optimizer; return whether steps of them can be counted."""
@@ -266,6 +305,12 @@ class IdleSteps:
             if counted.takes_losses and self._optimizer is not None and (optimizer := self._optimizer()) is not None:
                 add_rates(optimizer, self._hooks.optimizers.rates)
         self._forget()
+
+    def _measure(self) -> None:
+        """Let the open step be sampled from now on, and the tracker have its events."""
+        self._close_counted()
+        self._plan = self._plans.measure(self._tracker.stamp)
+        self.end()
 
     def _close_counted(self) -> None:
         """Let the counters have the number of the next step; it may be called twice."""
@@ -417,9 +462,7 @@ class IdleSteps:
             if not is_of_call:
                 counted.loss = root.item()
             if not counted.loss <= counted.threshold:
-                self._close_counted()
-                self._plan = self._plans.measure(self._tracker.stamp)
-                self.end()
+                self._measure()
                 return False
             counted.seen, self._loss_arguments = _COMPUTING, ()  # which no longer hold the graph
             counted.nanoseconds += perf_counter_ns() - began
@@ -455,7 +498,7 @@ class IdleSteps:
                 if scaler is not None or context.loss_scale.is_used:
                     context.loss_scale.set_scaler(scaler)
             if counted.takes_losses:
-                if not is_plain:
+                if not (is_plain and self._takes_gradients()):
                     return False
                 self._rates.append(rates)
             counted.seen = _STEPPING

@@ -96,6 +96,10 @@ def spiking(step):
     return 6.0 if step in (150, 151, 152) else falling(step)
 
 
+def jumping(step):
+    return 50.0 if step == 151 else 2 * falling(step)
+
+
 def at_a_guess(step):
     return 2.3 + 0.01 * NOISE[step]
 
@@ -292,6 +296,10 @@ ROWS = {  # rule → the series of a run with the mistake, and of a healthy run 
     "gradient_spike": (
         {("weight_gradients_norm2", name): sampled([1.0] * 16 + [100.0] * 9) for name in LAYERS},
         {("weight_gradients_norm2", name): sampled([1.0] * 16 + [100.0] + [1.0] * 9) for name in LAYERS},
+    ),
+    "gradient_jump": (
+        {("gradients_global_norm", None): jumping, ("loss", None): falling},
+        {("gradients_global_norm", None): lambda step: 2 * falling(step), ("loss", None): falling},
     ),
     "not_shuffled": (
         classification(label_mean=sorted_labels, label_variance=0.0),

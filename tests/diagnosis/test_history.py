@@ -189,9 +189,9 @@ def test_series_are_those_of_their_kind_and_pass_in_the_order_of_the_network():
     with pytest.raises(ValueError, match="zip"):
         known.add_all("x", ("a", "b"), 8, (1.0,))
     known.memory["rule"]["seen"] = 1
-    known.score_losses(0, (1.0,))
+    known.scored["loss"].add((0,), (1.0,))
     known.clear()
-    assert (known.begin, known.step, known.memory, [*known.all_curves()], [*known.loss_scores]) == (
+    assert (known.begin, known.step, known.memory, [*known.all_curves()], [*known.scored["loss"].latest]) == (
         None,
         -1,
         {},
@@ -228,8 +228,8 @@ def test_what_is_fresh_follows_the_values_of_the_step():
 
 def test_the_scores_of_the_last_1024_losses_are_kept():
     known = History()
-    returned = [(step, float(step % 7), *known.score_losses(step, (float(step % 7),))) for step in range(1030)]
-    assert [*known.loss_scores] == returned[-1024:]
+    returned = [(step, float(step % 7), *known.scored["loss"].add((step,), (float(step % 7),))) for step in range(1030)]
+    assert [*known.scored["loss"].latest] == returned[-1024:]
 
 
 def test_a_series_without_values_has_none():

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from ikkuna_subscribers.rules.gradients import GradientJumpRule
 from ikkuna_subscribers.rules.loss import LossSpikeRule
 
 from ikkuna.diagnosis import Finding, History, Judge, Network, Rule, Score, get_rules
 from ikkuna.diagnosis.check import _judge_session, _shown_sessions, check, findings_of, judge_again
 from ikkuna.diagnosis.findings import FindingList
+from ikkuna.diagnosis.history import GRADIENTS
 from ikkuna.diagnosis.judge import LOSS_BETWEEN, Alarm
 from ikkuna.diagnosis.mistakes import EXPLAINS
 from ikkuna.diagnosis.stored_values import RuleValuesFormat, ValueGroup
@@ -396,7 +398,7 @@ def test_a_score_at_the_limit_is_no_spike(kind, way, monkeypatch):
         judge.add("loss", None, step, 2.0 + 0.01 * (step % 3))
         judge.finish_step(step)
     for loss, is_spike in ((3.0, False), (3.01, True)):
-        monkeypatch.setattr("ikkuna.diagnosis.judge.LIMIT", judge.history.loss_score.of(3.0))
+        monkeypatch.setattr("ikkuna.diagnosis.judge.LIMIT", judge.history.scored["loss"].score.of(3.0))
         getattr(judge, way)(kind, None, 48, loss)
         assert judge.is_urgent is is_spike
         judge.finish_step(48)
@@ -794,14 +796,14 @@ def test_the_loss_and_the_score_bound_the_severity_of_a_finding(losses, at_most,
 
 def test_a_loss_up_to_the_threshold_is_no_spike():
     judge = Judge(get_rules(["loss_spike"]))
-    assert judge.loss_threshold == math.inf
+    assert judge.threshold_of("loss") == math.inf
     for step in range(48):
         judge.add("loss", None, step, 2.0 + 0.01 * (step % 3))
         judge.finish_step(step)
-    assert 2.02 < judge.loss_threshold < 3.0
-    judge.add("loss", None, 48, judge.loss_threshold - 1e-9)
+    assert 2.02 < judge.threshold_of("loss") < 3.0
+    judge.add("loss", None, 48, judge.threshold_of("loss") - 1e-9)
     assert not judge.is_urgent
-    judge.add("loss", None, 49, judge.loss_threshold * 2)
+    judge.add("loss", None, 49, judge.threshold_of("loss") * 2)
     assert judge.is_urgent
 
 
@@ -975,7 +977,16 @@ class RateRule(Rule):
             yield Score(0.0 if math.isfinite(curve.last) else 2.0, curve.last)
 
 
-@pytest.mark.parametrize("rules", [(FallingRule,), (RateRule,), (FallingRule, RateRule, LossSpikeRule)])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        (FallingRule,),
+        (RateRule,),
+        (FallingRule, RateRule, LossSpikeRule),
+        (GradientJumpRule,),
+        (FallingRule, GradientJumpRule),
+    ],
+)
 @pytest.mark.parametrize("every", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(20))
 def test_losses_of_a_block_are_judged_as_those_of_single_steps(seed, every, rules):
@@ -986,12 +997,17 @@ def test_losses_of_a_block_are_judged_as_those_of_single_steps(seed, every, rule
     losses = [math.inf if choose.random() < infinite / 5 else loss for loss in losses]
     rates = [[math.nan if choose.random() < unusual / 5 else 0.1 + step // 30] for step in range(130)]
     sizes = [choose.randint(1, 40) for _ in range(130)]
+    read = choose.randint(1, 7)
+    norms = {
+        step: choose.uniform(1, 1.1) * (choose.choice((3, 40)) if choose.random() < jumps else 1)
+        for step in range(0, 130, read)
+    }
 
     def state(judge, found):
         curves = {(kind, name): (list(c.steps), list(c.values)) for kind, _, name, c in judge.history.all_curves()}
         return (
             str(curves),
-            str(judge.history.loss_scores),
+            str({kind: each.latest for kind, each in judge.history.scored.items()}),
             list(map(str, found)),
             str(judge.findings),
             judge.history.begin,
@@ -1003,6 +1019,8 @@ def test_losses_of_a_block_are_judged_as_those_of_single_steps(seed, every, rule
         single.defer("loss" if is_read else LOSS_BETWEEN, None, step, loss)
         if is_read:
             single.defer("learning_rate", None, step, rates[step][0])
+        if step in norms:
+            single.defer(GRADIENTS, None, step, norms[step])
         if is_read or single.is_urgent:
             found += single.finish_step(step)
 
@@ -1016,12 +1034,17 @@ def test_losses_of_a_block_are_judged_as_those_of_single_steps(seed, every, rule
     for size in sizes:
         block = losses[begin : begin + size]
         if block:
-            first = Stamp(begin, begin, 0)
-            subscriber.compute_losses(StepLosses(first, ("0",), losses=block, rates=rates[begin : begin + size]))
+            first, known = Stamp(begin, begin, 0), {i: norms[begin + i] for i in range(size) if begin + i in norms}
+            subscriber.compute_losses(
+                StepLosses(first, ("0",), losses=block, rates=rates[begin : begin + size], gradients=known)
+            )
         begin += size
     assert state(together, told) == state(single, found)
     assert {step for step, _ in kept} >= set(range(0, len(losses), every))
-    read = [entry for _, entries in kept for entry in entries]
-    stored = [(at, values.item()) for group, values, at in read if group.kind != "learning_rate"]
+    entries = [entry for _, entries in kept for entry in entries]
+    stored = [(at, values.item()) for group, values, at in entries if group.kind in ("loss", LOSS_BETWEEN)]
     assert stored == list(enumerate(losses))[: len(stored)]
     assert len(stored) > (len(losses) - 1) // every * every
+    assert {at: values.item() for group, values, at in entries if group.kind == GRADIENTS} == {
+        step: norm for step, norm in norms.items() if step < len(stored)
+    }

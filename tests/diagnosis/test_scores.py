@@ -499,7 +499,7 @@ def jump_of_loss(jump, first=0.0, bounds=(), norms=(), **settings):
     history, rule = History(NETWORK), type(rule_named("loss_spike"))(**settings)
     losses = [*[10.0 + first] * 5, *[10.0 - STEP, 10.0 + STEP] * 20]
     for step, value in enumerate([*losses, 10.0 + STEP + jump]):  # the median of the last 16 is 10 + STEP
-        history.score_losses(step, (value,))
+        history.scored["loss"].add((step,), (value,))
         history.add("loss", None, step, value)
     for step, bound in bounds:
         history.add("loss_change_bound", None, step, bound)

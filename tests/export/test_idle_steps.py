@@ -6,18 +6,21 @@ import pathlib
 import random
 import sys
 import threading
+from itertools import count, pairwise
 
 import pytest
 import torch
 from torch import nn
 
 import ikkuna
+from ikkuna.diagnosis.history import GRADIENTS
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from ikkuna.metrics.live_rules import RuleSubscriber
 from ikkuna.numerics.statistics.native import library
 from ikkuna.numerics.statistics.native.hook_functions import hook_functions
+from ikkuna.observation.hooks.gradients import GradientNorm
 from ikkuna.observation.hooks.hook import Hook
 from ikkuna.observation.idle_steps import IdleSteps
 from ikkuna.observation.step_cycle import StepCycle
@@ -201,12 +204,12 @@ def judged_values(exporter):
     curves = {(kind, name): (list(c.steps), list(c.values)) for kind, _, name, c in history.all_curves()}
     log = exporter._attachment.recorder._steps._log.arrays()
     kept = {name: log[name].tolist() for name in ("log_steps", "loss", "learning_rates", "skipped")}
-    return str(curves), str(history.loss_scores), [str(finding) for finding in exporter.findings], str(kept)
+    return str(curves), str(history.scored["loss"].latest), [str(finding) for finding in exporter.findings], str(kept)
 
 
 @pytest.mark.parametrize("is_judged", [False, True])
 def test_steps_that_are_only_counted_change_nothing(monkeypatch, tmp_path, is_judged):
-    monkeypatch.setattr(RuleSubscriber, "loss_threshold", lambda self: math.inf)  # which measures more steps
+    measure_no_step_by_itself(monkeypatch)
     counted = 0
     for seed in range(24):
         every = (7, 20)[seed % 2]
@@ -297,10 +300,15 @@ def test_steps_are_counted_until_facts_are_read_and_their_losses_are_delivered_i
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", KINDS_OF_LOOPS)
 def test_a_program_has_the_same_values_whether_its_steps_are_only_counted(name, monkeypatch, tmp_path):
-    monkeypatch.setattr(RuleSubscriber, "loss_threshold", lambda self: math.inf)
+    measure_no_step_by_itself(monkeypatch)
     quick = run_program(name, tmp_path)
     monkeypatch.setattr(IdleSteps, "begin", lambda self, plans: None)
     assert quick == run_program(name, tmp_path)
+
+
+def measure_no_step_by_itself(monkeypatch):
+    monkeypatch.setattr(RuleSubscriber, "loss_threshold", lambda self: math.inf)
+    monkeypatch.setattr(RuleSubscriber, "gradient_threshold", lambda self: None)
 
 
 def run_program(name, directory):
@@ -334,7 +342,7 @@ def test_the_training_of_another_model_ends_nothing(place, depth, tmp_path):
             optimizer.step()
             losses.append(loss.item())
         counted = watched._session.cycle._idle.steps
-        found = watched._attachment.rules.judge.history.loss_scores
+        found = watched._attachment.rules.judge.history.scored["loss"].latest
     assert [loss for _, loss, _ in found] == losses
     assert counted >= 45 or depth == 1500  # rows are read in the first 8 steps; a graph too large to tell whose it is
 
@@ -428,7 +436,7 @@ def run_with_unusual_losses(unusual, directory):
 @pytest.mark.parametrize("is_native", [True, False])
 @pytest.mark.parametrize("unusual", UNUSUAL_LOSSES)
 def test_a_loss_is_what_its_module_returned_whatever_becomes_of_the_result(unusual, is_native, monkeypatch, tmp_path):
-    monkeypatch.setattr(RuleSubscriber, "loss_threshold", lambda self: math.inf)
+    measure_no_step_by_itself(monkeypatch)
     if not is_native:
         monkeypatch.setattr(Hook, "counted", lambda self: self)
     quick, counted = run_with_unusual_losses(unusual, tmp_path)
@@ -455,3 +463,82 @@ def test_a_loss_module_may_return_more_than_a_loss(tmp_path):
             optimizer.step()
     assert watched.health().errors == 0
     assert watched.health().steps == 45
+
+
+def train_with_norms(exporter, model, loss, steps, clip=None, rate=0.01):
+    """Train, and return the norm of the gradients that the optimizer receives in each step, in float64."""
+    optimizer, norms = torch.optim.SGD(model.parameters(), rate), []
+    torch.manual_seed(3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(model(torch.randn(4, 2), PARTS), torch.randn(4, 2)).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        gradients = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
+        norms.append(torch.cat(gradients).norm().item())
+        optimizer.step()
+    exporter.message_bus.drain(wait=True)
+    return norms
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("is_native", [True, False])
+def test_norms_of_gradients_are_read_between_samples(is_native, clip, monkeypatch, tmp_path):
+    """Each of them is right, and it is the same kind as that of the sampled steps."""
+    monkeypatch.setattr("ikkuna.observation.hooks.gradients._SHARE", 1e9)  # in each step
+    if not is_native:
+        monkeypatch.setattr(Hook, "counted", lambda self: self)
+    model, loss = Model(), nn.MSELoss()
+    with ikkuna.watch(model, loss, log_dir=tmp_path, verbosity=0) as watched:
+        norms = train_with_norms(watched, model, loss, 95, clip=clip)
+        curve = watched._attachment.rules.judge.history.curve(GRADIENTS)
+        counted = watched._session.cycle._idle.steps
+    steps, values = list(curve.steps), list(curve.values)
+    assert steps == sorted(set(steps))
+    assert len(steps) >= counted + 10 > 70
+    assert values == pytest.approx([norms[step] for step in steps], rel=1e-6)
+
+
+def test_norms_are_read_as_often_as_their_cost_permits(monkeypatch, tmp_path):
+    model, loss, read, steps = Model(), nn.MSELoss(), GradientNorm.read, []
+    monkeypatch.setattr("ikkuna.observation.hooks.gradients._SHARE", 0.15)
+    clock = count(step=1.0)  # a reading takes one second, and so does a step
+    monkeypatch.setattr("ikkuna.observation.hooks.gradients.perf_counter", lambda: next(clock))
+    with ikkuna.watch(model, loss, every=1000, log_dir=tmp_path, verbosity=0) as watched:
+
+        def read_now(norm, seconds):
+            steps.append(
+                watched._session.cycle._idle._counted.count + watched._session.cycle._idle._tracker.stamp.global_step
+            )
+            return read(norm, 1.0)
+
+        monkeypatch.setattr(GradientNorm, "read", read_now)
+        train_with_norms(watched, model, loss, 900)
+    distances = [b - a for a, b in pairwise(steps)]
+    assert set(distances) <= {7, 8, 9}  # steps that are measured are not read
+    assert distances.count(7) > 0.8 * len(distances) > 80
+
+
+@pytest.mark.parametrize("factor", [1e4, math.inf])
+@pytest.mark.parametrize("at", [203, 204])
+@pytest.mark.parametrize("is_native", [True, False])
+def test_a_step_whose_gradients_jump_is_measured_itself(is_native, at, factor, monkeypatch, tmp_path):
+    """The loss of the step is usual: only its gradients are large, as after an error in a backward function."""
+    monkeypatch.setattr("ikkuna.observation.hooks.gradients._SHARE", 1e9)
+    if not is_native:
+        monkeypatch.setattr(Hook, "counted", lambda self: self)
+    model, loss, steps = Model(), nn.MSELoss(), []
+    model.a.weight.register_hook(lambda gradient: gradient * (factor if len(steps) == at else 1))
+    model.b.register_forward_pre_hook(lambda module, inputs: steps.append(1) if module.training else None)
+    with ikkuna.watch(model, loss, every=100, log_dir=tmp_path, verbosity=0) as watched:
+        train_with_norms(watched, model, loss, 240, rate=1e-5)
+        history, found = watched._attachment.rules.judge.history, {each.rule: each for each in watched.findings}
+        norms = history.curves("weight_gradients_norm2")
+    jumped = at - 1
+    assert all(jumped in curve.steps for curve in norms.values())
+    if math.isfinite(factor):
+        jump = found["gradient_jump"]
+        assert (jump.step, jump.severity) == (jumped, "info")
+        assert "in the gradient of a." in jump.message
+    else:
+        assert (found["nonfinite"].step, found["nonfinite"].module) == (jumped, "a")

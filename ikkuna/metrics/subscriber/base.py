@@ -143,7 +143,7 @@ class _RegisteringType(ABCMeta):
 
 @dataclass(slots=True)
 class StepLosses:
-    """The losses of training steps in a row.
+    """The losses of training steps in a row, and the norms of some of their gradients.
 
     Parameters
     ----------
@@ -151,6 +151,8 @@ class StepLosses:
         The first of the steps.
     losses : list of float
         The losses.
+    gradients : dict of int to float
+        By the number of a step among them the global norm of the gradients that the optimizer has received, where it was read.
     rates : list of list
         The learning rates of the parameter groups of each step; perhaps those of one step more.
     names : tuple of str
@@ -167,6 +169,7 @@ class StepLosses:
     losses: list[float] = field(default_factory=list)
     rates: list[list[Any]] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
+    gradients: dict[int, float] = field(default_factory=dict)
 
     @property
     def last(self) -> Stamp:
@@ -435,6 +438,10 @@ class Subscriber(metaclass=_RegisteringType):
     def loss_threshold(self) -> float:
         """Return the loss above which a step is measured itself, as far as no forward is needed; infinite by default."""
         return math.inf
+
+    def gradient_threshold(self) -> float | None:
+        """Return the same for the norm of the gradients, or ``None``, the default, if it need not be read for this subscriber."""
+        return None
 
     def later(
         self,

@@ -1,13 +1,22 @@
-"""Observes gradients: of what modules return, of micro-batches, and before clipping."""
+"""Observes gradients: of what modules return, of micro-batches, before clipping, and all together in counted steps."""
 
+import math
 import weakref
+from collections.abc import Iterable
+from operator import attrgetter
+from time import perf_counter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ikkuna.distributed.dtensor import divided
 from ikkuna.metrics.messages.stamp import TRAINING
+from ikkuna.numerics.statistics import needed_fields
+from ikkuna.numerics.statistics.host import HostStatistics
+from ikkuna.numerics.statistics.native.kernels import ListMemory, flags_of
+from ikkuna.numerics.statistics.record import Records
 from ikkuna.observation.hooks.backward import BackwardHooks
 from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.hooks.hook import Hook
@@ -15,6 +24,7 @@ from ikkuna.observation.hooks.nested_tensors import Leaves, with_batch_sizes
 from ikkuna.observation.hooks.parameter_table import ParameterTable, Wanted
 from ikkuna.observation.rows.plan import Key, Site
 from ikkuna.observation.steps.forwards import MICRO_PART, Forward
+from ikkuna.support.modules import NamedParameter
 from ikkuna.support.torch_internals import GLOBAL_FORWARD_HOOKS
 
 _MICRO_GRADIENTS = "weight_micro_gradients", "bias_micro_gradients"
@@ -272,3 +282,50 @@ class _Parameter(NamedTuple):
     parameter: nn.Parameter
     hook: Hook
     native: object
+
+
+_GRADIENT = attrgetter("grad")
+_SQUARES = needed_fields(("sumsq",))
+_SHARE = 0.0025
+
+
+class GradientNorm:
+    """Reads the global norm of gradients of the host, as often as that takes a 400th of the time of the steps.
+
+    Parameters
+    ----------
+    parameters : iterable of NamedParameter
+        The parameters; one that several modules have counts once.
+
+    Attributes
+    ----------
+    every : int
+        The number of steps from the last reading to the next one.
+    """
+
+    def __init__(self, parameters: Iterable[NamedParameter]) -> None:
+        self._parameters = list({id(named.parameter): named.parameter for named in parameters}.values())
+        count = len(self._parameters)
+        self._statistics, self._memory = HostStatistics(), ListMemory(count)
+        self._rows, self._flags = np.arange(count), np.full(count, flags_of(_SQUARES), np.int32)
+        self.every = 1
+
+    def read(self, seconds: float) -> float | None:
+        """Return the norm; ``None`` if there is no gradient, or one that the native library cannot read.
+
+        Parameters
+        ----------
+        seconds : float
+            The time of a step.
+        """
+        began, kernels = perf_counter(), self._statistics.kernels
+        if kernels is None or kernels.reader is None or not self._parameters:
+            return None
+        gradients = list(map(_GRADIENT, self._parameters))
+        left = kernels.reader.add_all(gradients, self._flags, self._statistics.addresses(self._rows), self._memory)
+        values, _ = self._statistics.take(len(gradients))
+        if len(left) or not values[:, 0].any():
+            return None
+        norm = math.hypot(*Records(values, _SQUARES).l2_norm.tolist())
+        self.every = math.ceil((perf_counter() - began) / (_SHARE * seconds)) if seconds > 0 else 1
+        return norm

@@ -72,6 +72,7 @@ class WrongSignRule(Rule):
             *(
                 "class_collapse",
                 "gradient_spike",
+                "gradient_jump",
                 "loss_spike",
                 "dead_units",
                 "signal_scale",

@@ -1,10 +1,12 @@
 """Figures that several rules compute from a history, and the subscribers that publish what rules need."""
 
 import math
+from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 from ikkuna.diagnosis import History, TimeSeries
-from ikkuna.diagnosis.history import middle
+from ikkuna.diagnosis.history import GRADIENTS, middle
 
 _STATISTICS = {
     "norm2": "NormSubscriber",
@@ -27,6 +29,7 @@ _OTHERS = {  # subscriber → the kinds that it publishes
         *("input_rows_mean", "input_rows_deviation"),
     ),
     "LossChangeBoundSubscriber()": ("loss_change_bound",),
+    "GlobalNormSubscriber()": (GRADIENTS,),
     "LearningRateSubscriber()": ("learning_rate",),
     "ModuleStateSubscriber()": ("evaluation_mode", "weight_requires_grad", "untied_weights"),
     "TrainAccuracySubscriber()": ("train_accuracy",),
@@ -45,6 +48,29 @@ _OTHERS = {  # subscriber → the kinds that it publishes
     ),
 }
 _SOURCES = {kind: subscriber for subscriber, kinds in _OTHERS.items() for kind in kinds}
+
+
+def new_scores(history: History, kind: str, memory: dict[str, Any]) -> Iterator[tuple[int, float, float]]:
+    """Yield the steps, values and scores of a scored series that were not yielded before; unknown scores are left out.
+
+    Parameters
+    ----------
+    history : History
+        The series.
+    kind : str
+        The kind that is scored.
+    memory : dict
+        The memory of the rule.
+    """
+    fresh, before = list[tuple[int, float, float]](), memory.get("step", -1)
+    for found in reversed(history.scored[kind].latest):
+        if found[0] <= before:
+            break
+        fresh.append(found)
+    for found in reversed(fresh):
+        if found[2] > -math.inf:
+            memory["step"] = found[0]
+            yield found
 
 
 def sources(*kinds: str) -> dict[str, str]:

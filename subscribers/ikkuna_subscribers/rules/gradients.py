@@ -1,12 +1,15 @@
 """Rules about gradients."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from ikkuna.diagnosis import History, Rule, Score
-from ikkuna.diagnosis.history import middle
+from ikkuna.diagnosis import History, Network, Rule, Score
+from ikkuna.diagnosis.history import GRADIENTS, middle
 from ikkuna.diagnosis.mistakes import EXPLODING_GRADIENT, NO_GRADIENT, VANISHING_GRADIENT
-from ikkuna_subscribers.rules.figures import gradient_growth, gradient_scales, is_of_classes, sources
+from ikkuna.numerics.spike_score import LIMIT
+from ikkuna_subscribers.moments import GlobalNormSubscriber
+from ikkuna_subscribers.rules.figures import gradient_growth, gradient_scales, is_of_classes, new_scores, sources
 
 
 class ExplodingGradientRule(Rule, mistake=EXPLODING_GRADIENT):
@@ -71,7 +74,7 @@ class GradientSpikeRule(Rule):
 
     Logarithms are compared: the median over matrices of the distance of the gradient's norm from the median of its last 20 samples.
     Threshold: a factor of 30, for 2 samples in a row.
-    Cannot see: the first 10 samples; a single spike.
+    Cannot see: the first 10 samples; a single spike (that is the rule gradient_jump).
     """
 
     name = "gradient_spike"
@@ -80,7 +83,7 @@ class GradientSpikeRule(Rule):
     thresholds = ("factor",)
     factor: float = 30.0
     patience = 2
-    explains = frozenset(("loss_spike", "nonfinite", "plateau"))
+    explains = frozenset(("loss_spike", "nonfinite", "plateau", "gradient_jump"))
     meaning = "The gradients are {figure:.0f} times as large as usual."
     advice = "lower the learning rate, or clip gradients at their usual norm"
 
@@ -94,6 +97,50 @@ class GradientSpikeRule(Rule):
         distance = middle(distances)
         if distance == distance:
             yield Score(distance / math.log(self.factor), math.exp(min(distance, 700.0)))
+
+
+class GradientJumpRule(Rule):
+    """The norm of all gradients is in one step suddenly far above those of the steps before.
+
+    Threshold: a spike score of 10, as for losses, see `ikkuna.numerics.spike_score`.
+    The norm is that of the gradients as the optimizer receives them: where they are sampled, and on the host in steps between as often as
+    reading them takes a 400th of the time.  A step that was read so, and jumps, is measured itself from its optimizer on.
+    An info, because one large gradient may do no harm; if it does, the loss shows that.
+    Cannot see: the first 16 values; steps in which the norm is not read; gradients that are clipped.
+    """
+
+    name = "gradient_jump"
+    severity = "info"
+    needs = sources(GRADIENTS)
+    uses = sources("loss", "weight_gradients_norm2")
+    judged_on = frozenset(("loss",))
+    stride = 10
+    thresholds = ("deviations",)
+    deviations: float = LIMIT
+    patience = 1
+    meaning = "The norm of the gradients jumped to {figure:.3g}, far above its last values."
+    advice = "look at the batch of this step, and clip gradients at their usual norm"
+
+    def subscribers(self, network: Network, every: int) -> Sequence[Any]:
+        """Return a subscriber for the norm."""
+        return (GlobalNormSubscriber(subsample=every),)
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield the scores of the norms since the last judgement."""
+        for step, norm, score in new_scores(history, GRADIENTS, history.memory[self.name]):
+            value = min(score, 1e300) / self.deviations
+            yield Score(
+                value, norm, step=step, detail=_largest_growth(history) if value >= 1 and step == history.step else ""
+            )
+
+
+def _largest_growth(history: History) -> str:
+    """Return a sentence about the weight whose gradient has grown most, if gradients are measured at the present step."""
+    grown = [
+        (curve.last**2 - curve.median(20, skip=1) ** 2, name)
+        for name, curve in history.matrices("weight_gradients_norm2")
+    ]
+    return f"Most of it is in the gradient of {max(grown)[1]}." if grown else ""
 
 
 class ClippedHardRule(Rule):
@@ -232,7 +279,15 @@ class NotZeroedRule(Rule):
                 "dead_units",
                 "class_collapse",
             ),
-            *("ignores_input", "loss_spike", "vanishing_gradient", "saturated", "gradient_spike", "update_ratio"),
+            *(
+                "ignores_input",
+                "loss_spike",
+                "vanishing_gradient",
+                "saturated",
+                "gradient_spike",
+                "gradient_jump",
+                "update_ratio",
+            ),
             *("plateau", "zero_gradient", "logit_growth", "overfit"),
         )
     )

@@ -216,7 +216,16 @@ class ScalerBypassedRule(Rule):
     judged_on = frozenset(("weight_gradients_norm2",))
     severity = "error"
     explains = frozenset(
-        ("lr_too_high", "diverges", "nonfinite", "loss_spike", "gradient_spike", "loss_at_init", "update_ratio")
+        (
+            "lr_too_high",
+            "diverges",
+            "nonfinite",
+            "loss_spike",
+            "gradient_spike",
+            "gradient_jump",
+            "loss_at_init",
+            "update_ratio",
+        )
     )
     meaning = "The loss is multiplied by {figure:.0f} before backward(), but no gradient scaler removes this factor before the step."
     advice = "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()"

@@ -16,6 +16,7 @@ from ikkuna_subscribers.predictions import PredictionSubscriber
 from ikkuna_subscribers.rules.figures import (
     guessing_loss,
     is_of_classes,
+    new_scores,
     noise_of_loss,
     raised_by_others,
     scale_of_loss,
@@ -135,6 +136,7 @@ class LossSpikeRule(Rule):
     thresholds = ("deviations",)
     deviations: float = LIMIT
     patience = 1
+    explains = frozenset(("gradient_jump",))
     meaning = "The loss jumped to {figure:.3g}, far above its last values."
     advice = "lower the learning rate, clip gradients, look at the batch and at the learning rate of this step"
 
@@ -144,17 +146,8 @@ class LossSpikeRule(Rule):
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield the scores of the spikes since the last judgement, and of as many losses before each as end a mistake."""
-        memory, fresh = history.memory[self.name], list[tuple[int, float, float]]()
-        before = memory.get("step", -1)
-        for found in reversed(history.loss_scores):
-            if found[0] <= before:
-                break
-            fresh.append(found)
         curve, usual = history.curve("loss"), deque[Score](maxlen=self.patience)
-        for step, loss, score in reversed(fresh):
-            if not score > -math.inf:
-                continue
-            memory["step"] = step
+        for step, loss, score in new_scores(history, "loss", history.memory[self.name]):
             value = min(score, 1e300) / self.deviations
             if value < 1 or curve is None or not (jump := loss - curve.median(16)) > 0:
                 usual.append(Score(value, loss, step=step))

@@ -156,7 +156,7 @@ class SchedulePastEndRule(Rule):
     rises: float = 2.0
     patience = 1
     stride = 10
-    explains = frozenset(("loss_spike", "plateau", "lr_vanished", "gradient_spike", "update_ratio"))
+    explains = frozenset(("loss_spike", "plateau", "lr_vanished", "gradient_spike", "gradient_jump", "update_ratio"))
     meaning = "The learning rate has risen again {figure:.0f} times after its cosine had come to its end."
     advice = "call scheduler.step() once per epoch, or make the scheduler with the number of all batches"
 

@@ -79,7 +79,7 @@ class LrTooHighRule(Rule):
                 "rank_collapse",
                 "plateau",
             ),
-            *("logit_growth", "gradient_spike"),
+            *("logit_growth", "gradient_spike", "gradient_jump"),
         )
     )
     meaning = "A step moves half of the layers by {figure:.0%} of their weights or more."

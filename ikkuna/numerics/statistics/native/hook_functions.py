@@ -128,8 +128,8 @@ class CountedSteps(ctypes.Structure):
         The loss of the open step, and the largest one that is usual.
     nodes_at_end, nanoseconds_at_end : int
         The number of the next node, and the time spent, at the end of the last step.
-    count : int
-        The number of losses.
+    count, gradients_at : int
+        The number of losses, and the number among them of the next step whose gradients are read, in Python.
     losses, ends : array
         The loss of each step, and the time of its end in seconds of the clock.
     """
@@ -148,6 +148,7 @@ class CountedSteps(ctypes.Structure):
     nodes_at_end: int
     nanoseconds_at_end: int
     count: int
+    gradients_at: int
     losses: "ctypes.Array[ctypes.c_double]"
     ends: "ctypes.Array[ctypes.c_double]"
 
@@ -155,7 +156,7 @@ class CountedSteps(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("thread", "seen", "takes_losses", "is_observed", "size", "most")),
         *((name, ctypes.c_int64) for name in ("nodes", "behind", "nanoseconds")),
         *((name, ctypes.c_double) for name in ("loss", "threshold")),
-        *((name, ctypes.c_int64) for name in ("nodes_at_end", "nanoseconds_at_end", "count")),
+        *((name, ctypes.c_int64) for name in ("nodes_at_end", "nanoseconds_at_end", "count", "gradients_at")),
         *((name, ctypes.c_double * MOST_LOSSES) for name in ("losses", "ends")),
     )
 

@@ -337,7 +337,7 @@ struct Counted {
     int64_t nanoseconds;   // spent on events
     double loss, threshold;
     int64_t nodes_at_end, nanoseconds_at_end;  // of the last step
-    int64_t count;         // the number of losses
+    int64_t count, gradients_at;  // the number of losses, and that of the step whose gradients Python reads next
     double losses[LOSSES], ends[LOSSES];
 };
 enum Seen { AWAITED, CALLED, RETURNED, COMPUTING, STEPPING };
@@ -426,8 +426,8 @@ bool backward_starts(Counted &steps, PyObject *idle, PyObject *const *arguments)
 bool optimizer_begins(Counted &steps, PyObject *idle, PyObject *const *arguments) {  // optimizer, args, kwargs
     static PyObject *const lr = PyUnicode_InternFromString("lr"), *const params = PyUnicode_InternFromString("params");
     PyObject *const all = slot<RATES>(idle), *before = nullptr;
-    if (steps.seen != COMPUTING || slot<CALL>(idle) == Py_None || !refers(slot<OPTIMIZER>(idle), arguments[0]) ||
-        PyTuple_GET_SIZE(arguments[1]) > 1 || PyDict_GET_SIZE(arguments[2]) || torch::autograd::get_current_graph_task_id() != -1)
+    if (steps.seen != COMPUTING || steps.count == steps.gradients_at || slot<CALL>(idle) == Py_None ||
+        !refers(slot<OPTIMIZER>(idle), arguments[0]) || PyTuple_GET_SIZE(arguments[1]) > 1 || PyDict_GET_SIZE(arguments[2]) || torch::autograd::get_current_graph_task_id() != -1)
         return false;
     THPObjectPtr groups = get<GROUPS>(arguments[0]);
     if (!groups || !PyList_CheckExact(groups.get())) return false;
