@@ -23,7 +23,7 @@ from ikkuna.observation.hooks.gradients import GradientNorm
 from ikkuna.observation.hooks.hook import is_traced
 from ikkuna.observation.hooks.hook_set import HookSet
 from ikkuna.observation.hooks.loss import LossHooks, is_one_number, needs_outputs
-from ikkuna.observation.hooks.loss_graph import is_computed_in
+from ikkuna.observation.hooks.loss_owner import is_computed_in
 from ikkuna.observation.hooks.optimizers import OptimizerHooks, add_rates
 from ikkuna.observation.logged_values import LoggedValues
 from ikkuna.observation.rows.plan import NOTHING, Plan
@@ -423,7 +423,9 @@ class IdleSteps:
             recorded = range(counted.nodes, counted.behind)
             if not is_computed_in([output], recorded):
                 outputs = [] if known is None or (memory := memory_of(known)) is None else [memory]
-                return self._hooks.losses.is_of_another(output, (*args, *kwargs.values()), [recorded], outputs)
+                return self._hooks.losses.owner.is_another_in_step(
+                    output, (*args, *kwargs.values()), [recorded], outputs
+                )
         if self._call is not None or kwargs or len(args) != 2 or not is_one_number(output):
             return False
         if not isinstance(args[1], Tensor):

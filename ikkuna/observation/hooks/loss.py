@@ -2,8 +2,7 @@
 
 import math
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from typing import Any, Literal
 
@@ -22,13 +21,13 @@ from ikkuna.numerics.elements import has_numbers, widest_float
 from ikkuna.numerics.prediction import IGNORED
 from ikkuna.observation.hooks.context import SEES_BACKWARD, HookContext, backward_roots
 from ikkuna.observation.hooks.hook import Hook, in_backward
-from ikkuna.observation.hooks.loss_graph import is_computed_in, is_of_another_model, share_memory
-from ikkuna.observation.hooks.nested_tensors import Leaves, leaves
+from ikkuna.observation.hooks.loss_owner import LossOwner, is_computed_in
+from ikkuna.observation.hooks.nested_tensors import Leaves
 from ikkuna.observation.model.watched_model import LossFunction, is_shifted
 from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.observation.steps.forwards import Forward
 from ikkuna.support.saved_losses import LossArguments, loss_arguments, saved_loss
-from ikkuna.support.torch_internals import Memory, call_before_backward, memory_of
+from ikkuna.support.torch_internals import call_before_backward
 
 _BY_SEQUENCE = ("CTCLoss",)
 
@@ -117,7 +116,6 @@ def label_weight(labels: Tensor, ignored: int, weights: Tensor | None = None) ->
 
 
 _OBJECTIVE = "objective"
-_MOST_KEPT = 16  # forwards, and outputs, to which a loss may belong
 _NONE: tuple[Forward | None, int, range] = None, 0, range(0)
 
 
@@ -133,7 +131,7 @@ class LossHooks:
     There are three sources, in this order; what ``backward()`` is called on has the path ``objective`` beside a loss module, and is
     dropped where it is the same number, as it is not with a penalty, or where the user sums several calls of the module:
 
-    1. The calls of the loss module that the user has set, but in training those for another model, see `is_of_another_model`.
+    1. The calls of the loss module that the user has set, but those for another model, see `LossOwner`.
     2. In training, the scalar on which ``backward()`` is called.  The loss of a step is the sum over its backward passes, without the
        factor of a gradient scaler: the function whose gradient the optimizer receives.  Optimizers of different parameters have
        different losses: each has the sum since the optimizer before, under the number of the optimizer.
@@ -149,6 +147,8 @@ class LossHooks:
 
     Attributes
     ----------
+    owner : LossOwner
+        Finds whether a call of the loss module is one for another model.
     has_loss, has_labels : bool
         Whether a loss and labels were seen, in any step.
     undivided : int
@@ -166,7 +166,7 @@ class LossHooks:
     """
 
     def __init__(self, context: HookContext) -> None:
-        self.context = context
+        self.context, self.owner = context, LossOwner(context)
         self.has_loss = self.has_labels = False
         self.preflight: RecordedPreflight | None = None
         self.objective: RecordedObjective | None = None
@@ -177,10 +177,6 @@ class LossHooks:
         self._last_root: weakref.ref[Tensor] | None = None
         self._outputs: list[weakref.ref[Tensor]] = []
         self._losses: list[weakref.ref[Tensor]] = []
-        self._recorded: deque[range] = deque(maxlen=_MOST_KEPT)
-        self._returned: deque[Memory] = deque(maxlen=_MOST_KEPT)
-        self._evaluated: deque[Memory] = deque(maxlen=_MOST_KEPT)
-        self._evaluates_outputs = False
         self.undivided = self._undivided = 0
         self._arguments: list[LossArguments] = []
         self._stop_looking: Callable[[], object] = int
@@ -218,23 +214,14 @@ class LossHooks:
             What it has returned, as far as that is known.
         """
         self._unreached = forward, thread, recorded
-        self.forward_ended(outputs, recorded)
+        self.owner.forward_ended(outputs, recorded)
         if self.is_looking:
             self._stop_looking()
         self._stop_looking, self.is_looking = self.look(), True
 
-    def forward_ended(self, outputs: Leaves, recorded: range) -> None:
-        """Remember the memory of what a forward has returned, and the nodes recorded in it, for the calls of a loss module."""
-        if self.context.model.loss is None:
-            return
-        if recorded:
-            self._recorded.append(recorded)
-        self._returned += _memories(outputs)
-
     def step_ended(self) -> None:
         """Forget what was seen in the step."""
-        self._recorded.clear()
-        self._returned.clear()
+        self.owner.step_ended()
         self._is_usually_called = self._is_usually_called or self._was_called
         self._was_called = self._is_unowned = self._knows_labels = False
         self._arguments, self._outputs, self._losses, self._unreached = [], [], [], _NONE
@@ -252,12 +239,14 @@ class LossHooks:
         context, given = self.context, (*args, *kwargs.values())
         if in_backward() or not isinstance(output, Tensor):
             return
-        if self._is_evaluated(output):
-            self._record_evaluation(module, given, output)
+        is_evaluated = self._is_evaluated(output)
+        is_training = context.tracker.pass_name == TRAINING and not is_evaluated
+        if not is_evaluated and self.has_loss and context.recorder.rows is None and context.observer is None:
             return
-        if self.has_loss and context.recorder.rows is None and context.observer is None:
+        if self.owner.is_another(output, given, is_training):
             return
-        if self._is_left_out(output, given, is_training := context.tracker.pass_name == TRAINING):
+        if is_evaluated:
+            self._record_call(module, given, output, 0, self.validation(True))
             return
         if self.preflight is not None and output.requires_grad and is_training:
             function = module.function if isinstance(module, LossFunction) else module
@@ -273,55 +262,6 @@ class LossHooks:
             self._record_call(module, given, output, forward.part, context.recorder)
         if context.observer is not None and forward.part >= 0 and is_training:
             context.observer.loss_called(args, kwargs)
-
-    def _record_evaluation(self, module: nn.Module, arguments: Sequence[Any], output: Tensor) -> None:
-        if not self._is_evaluation_of_another(arguments):
-            self._record_call(module, arguments, output, 0, self.validation(True))
-
-    def is_of_another(
-        self, loss: Tensor, arguments: Sequence[Any], recorded: Sequence[range], outputs: Collection[Memory]
-    ) -> bool:
-        """Return whether what the loss module returns in a training step is shown to be the loss of another model.
-
-        Without a graph, although the model has recorded one, it is that of a teacher or the like,
-        unless the module received what the model has returned.
-
-        Parameters
-        ----------
-        loss : Tensor
-            What the loss module has returned.
-        arguments : sequence
-            What it was called with.
-        recorded, outputs : collection
-            See `is_of_another_model`.
-        """
-        context, own = self.context, self.context.parameters.ids
-        if not recorded and (context.model.stages or World.here().size > 1 or context.parameters.are_frozen()):
-            return False  # parameters that a rank has gathered are no longer those of the model
-        if loss.requires_grad:
-            return is_of_another_model(loss, recorded, outputs, own)
-        if not recorded or torch.is_grad_enabled():
-            return False
-        for x in arguments:
-            if isinstance(x, Tensor) and (x.requires_grad or share_memory(x, outputs)):
-                return x.requires_grad and is_of_another_model(x, recorded, outputs, own)
-        return True
-
-    def _is_left_out(self, loss: Tensor, arguments: Sequence[Any], is_training: bool) -> bool:
-        """Return whether a call of the loss module is one for another model."""
-        if is_training:
-            return self.is_of_another(loss, arguments, self._recorded, self._returned)
-        return not torch.is_grad_enabled() and self._is_evaluation_of_another(arguments)
-
-    def _is_evaluation_of_another(self, arguments: Sequence[Any]) -> bool:
-        """Return whether a loss without gradients is that of another model, as of an average of the weights.
-
-        So it is if the module received nothing that the model has returned, although it has received that in evaluations before.
-        """
-        given = [x for x in arguments if isinstance(x, Tensor)]
-        is_own = any(share_memory(x, self._evaluated) for x in given)
-        self._evaluates_outputs = self._evaluates_outputs or is_own
-        return self._evaluates_outputs and not is_own
 
     def _check(self, record: Callable[[RecordedPreflight], None]) -> None:
         """Let the first loss of the training be recorded for the checks of the first step, if it can be."""
@@ -384,13 +324,10 @@ class LossHooks:
     # -- a model that computes its own loss ------------------------------------------------------------------------
 
     def root_ended(self, module: nn.Module, kwargs: dict[str, Any], output: Any, forward: Forward | None) -> None:
-        """Record the loss, the outputs and the labels of a model that returns its own loss; without `forward` it evaluates.
-
-        If a loss module is set, the memory of what the model has returned without gradients is remembered.
-        """
+        """Record the loss, the outputs and the labels of a model that returns its own loss; without `forward` it evaluates."""
         context = self.context
-        if context.model.loss is not None and not torch.is_grad_enabled():
-            self._evaluated += _memories(leaves(output))
+        if not torch.is_grad_enabled():
+            self.owner.evaluated(output)
         if context.model.loss is not None or isinstance(output, Tensor) or (loss := _field(output, "loss")) is None:
             return
         is_evaluated = forward is None and self._is_evaluated(loss)
@@ -548,12 +485,6 @@ class LossHooks:
 def _path(number: int, is_beside: bool) -> str:
     """Return the path of what ``backward()`` is called on, of an optimizer with this number, perhaps beside a loss module's."""
     return "/".join([*([_OBJECTIVE] if is_beside else []), *([str(number)] if number else [])])
-
-
-def _memories(outputs: Leaves) -> list[Memory]:
-    """Return weak references to the memory of the first tensors of an output."""
-    found = [memory_of(tensor) for _, tensor in outputs[:_MOST_KEPT]]
-    return [memory for memory in found if memory is not None]
 
 
 def _field(output: Any, name: str) -> Tensor | None:
