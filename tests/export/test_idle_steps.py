@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import ikkuna
+from ikkuna.diagnosis.check import check
 from ikkuna.diagnosis.history import GRADIENTS
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
@@ -540,5 +541,6 @@ def test_a_step_whose_gradients_jump_is_measured_itself(is_native, at, factor, m
         jump = found["gradient_jump"]
         assert (jump.step, jump.severity) == (jumped, "info")
         assert "in the gradient of a." in jump.message
+        assert [f.step for f in check(tmp_path / "run0001", rules="default") if f.rule == "gradient_jump"] == [jumped]
     else:
         assert (found["nonfinite"].step, found["nonfinite"].module) == (jumped, "a")
