@@ -28,7 +28,6 @@ import torch
 
 from ikkuna.diagnosis import Finding, Judge, Network, get_rules
 from ikkuna.diagnosis.history import TRAINING
-from ikkuna.diagnosis.judge import LOSS_BETWEEN
 from tests.diagnosis.healthy import HEALTHY, OTHERS
 from tests.diagnosis.planted import FAULTS
 from tests.diagnosis.training import Case, watch
@@ -96,7 +95,7 @@ def watch_and_record(calls, model, loss):
     exporter = watch(model, loss)
     judge = exporter._attachment.rules.judge
     add, add_all, defer, finish = judge.add, judge.add_all, judge.defer, judge.finish_step
-    add_finding, defer_losses, defer_all = judge.add_finding, judge.defer_losses, judge.defer_all
+    add_finding = judge.add_finding
 
     def store_value(*args):
         if args[0] in judge.kinds:
@@ -113,20 +112,6 @@ def watch_and_record(calls, model, loss):
             calls.append(args)
         defer(*args)
 
-    def store_losses(first, losses, every):
-        known = len(calls)
-        count = defer_losses(first, losses, every)
-        if len(calls) == known:  # otherwise it has called `defer`
-            steps = zip(range(first, first + count), losses, strict=False)
-            calls.extend((LOSS_BETWEEN if step % every else "loss", None, step, loss) for step, loss in steps)
-        return count
-
-    def store_series(kind, name, values):
-        known = len(calls)
-        defer_all(kind, name, values)
-        if kind in judge.kinds and len(calls) == known:
-            calls.extend((kind, name, step, value) for step, value in values)
-
     def store_finding(finding, step):
         calls.append((finding, step))
         return add_finding(finding, step)
@@ -136,7 +121,7 @@ def watch_and_record(calls, model, loss):
         return finish(step)
 
     judge.add, judge.add_all, judge.defer, judge.finish_step = store_value, store_values, store_later, store_end
-    judge.add_finding, judge.defer_losses, judge.defer_all = store_finding, store_losses, store_series
+    judge.add_finding = store_finding
     return exporter
 
 
