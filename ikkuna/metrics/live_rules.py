@@ -23,7 +23,7 @@ from ikkuna.distributed.rendezvous import World
 from ikkuna.errors import ConfigError, ConfigTypeError, StopTraining, unknown_name
 from ikkuna.metrics.bus.bus import Handle, MessageBus
 from ikkuna.metrics.messages.batch import MessageBatch
-from ikkuna.metrics.messages.kinds import EVENT_KINDS, MICRO_KINDS, is_built_in
+from ikkuna.metrics.messages.kinds import EVENT_KINDS, MICRO_KINDS, OBJECTIVE, is_built_in
 from ikkuna.metrics.messages.message import Message, ModuleMessage, NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.metrics.subscriber.base import StepLosses, Subscriber
@@ -112,6 +112,7 @@ _JUDGED = Series("judged")
 _LOSS = SeriesGroup("loss", (None,))
 _LOSS_BETWEEN = SeriesGroup(LOSS_BETWEEN, (None,))
 _GRADIENTS = SeriesGroup(GRADIENTS, (None,))
+_OF_OBJECTIVE = SeriesGroup("loss", (OBJECTIVE,))
 _SKIPPED = SeriesGroup("step_skipped", (None,))
 
 
@@ -266,6 +267,11 @@ class RuleSubscriber(Subscriber):
             begin, until = first + done, min((i for i in block.gradients if i >= done), default=done + size)
             count = self.judge.defer_losses(begin, block.losses[done : min(done + size, until + 1)], every)
             read = range(begin + -begin % every, begin + count, every)
+            if block.objectives:
+                objectives = [
+                    (step, block.objectives[step - first]) for step in read if step - first in block.objectives
+                ]
+                self.judge.defer_all("loss", OBJECTIVE, objectives)
             rates = [(step, block.rates[step - first]) for step in read]
             for column, key in enumerate(block.names):
                 self.judge.defer_all(
@@ -294,6 +300,8 @@ class RuleSubscriber(Subscriber):
                 self._kept.append((_GRADIENTS, np.array([block.gradients[i]]), step))
             if not is_read:
                 continue
+            if i in block.objectives:
+                self._kept.append((_OF_OBJECTIVE, np.array([block.objectives[i]]), step))
             if has_rates and block.rates[i] is not known:
                 known = block.rates[i]
                 pairs = zip(block.names, known, strict=True)

@@ -64,7 +64,8 @@ class _TrackerLater:
 
 
 _LossCall = tuple[nn.Module, Tensor, "weakref.ref[Tensor]"]
-"""One call of the loss module: module, labels and result."""
+"""One call of the loss module: module, labels and result.  Where the backward begins at another number, such as the result with a penalty,
+the call becomes a part of the objective of the step, beside that number."""
 
 
 class IdleSteps:
@@ -100,7 +101,18 @@ class IdleSteps:
         *("__weakref__", "_arguments", "_bus", "_call", "_computing", "_context", "_control", "_counted"),
         *("_counting_ended", "_gradient_threshold", "_gradients", "_handlers", "_has_counted", "_hooks"),
         *("_is_shared", "_left", "_lock", "_logged", "_loss_arguments", "_losses", "_norm_due", "_norm_of"),
-        *("_number", "_on_host", "_optimizer", "_output", "_owned", "_plan", "_plans", "_queue", "_rates"),
+        *(
+            "_number",
+            "_objective",
+            "_on_host",
+            "_optimizer",
+            "_output",
+            "_owned",
+            "_plan",
+            "_plans",
+            "_queue",
+            "_rates",
+        ),
         *("_refusals", "_root", "_run", "_steps", "_stop_looking", "_thread", "_thread_state", "_tracker", "_waits"),
     )
 
@@ -141,6 +153,7 @@ class IdleSteps:
         self._stop_looking: Callable[[], object] = int
         self._output: weakref.ref[Tensor] | None = None
         self._call: _LossCall | None = None
+        self._objective: tuple[_LossCall, float] | None = None
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = _NO_ARGUMENTS
         self._loss_arguments: tuple[Any, ...] = ()
         self._losses, self._rates = StepLosses(), list[list[Any]]()
@@ -341,6 +354,7 @@ class IdleSteps:
     def _forget(self) -> None:
         """Forget the arguments of the open step."""
         self._arguments, self._loss_arguments, self._call, self._output = _NO_ARGUMENTS, (), None, None
+        self._objective = None
 
     def _repeat(self, forward: Forward, seen: int) -> None:
         """Record the loss of the open step as hooks would have done that."""
@@ -354,7 +368,11 @@ class IdleSteps:
                 losses.repeat_call(*call, value, forward)
             return
         context.apply(self._tracker.backward_reached(forward))
-        if call is None:
+        if call is None and context.model.loss is not None and self._objective is not None:
+            call, objective = self._objective
+            losses.repeat_call(*call, value, forward)
+            losses.repeat_backward(torch.tensor(objective, dtype=torch.float64, device="cpu"), forward)
+        elif call is None:
             losses.repeat_backward(value, forward)
         else:
             losses.repeat_call(*call, value, forward)
@@ -457,15 +475,19 @@ class IdleSteps:
                 or not is_one_number(root := roots[0])
                 or gradients[0] is None  # its backward will raise
                 or gradients[0].item() != 1
-                or not (is_of_call or context.model.loss is None)
+                or (call is None and context.model.loss is not None)
             ):
                 self.end()
                 return False
-            if not is_of_call:
+            if call is None:
                 counted.loss = root.item()
             if not counted.loss <= counted.threshold:
                 self._measure()
                 return False
+            if call is not None and not is_of_call:
+                self._objective, self._call = (call, objective := root.item()), None
+                if objective != counted.loss:
+                    self._losses.objectives[counted.count] = objective
             counted.seen, self._loss_arguments = _COMPUTING, ()  # which no longer hold the graph
             counted.nanoseconds += perf_counter_ns() - began
             return True
@@ -529,7 +551,7 @@ class IdleSteps:
                 counted.losses[count] = counted.loss
                 counted.count = count + 1  # this counts the step; an interrupt may come between two lines
                 counted.seen = _NOTHING
-                self._call, self._output, self._arguments = None, None, _NO_ARGUMENTS
+                self._call, self._objective, self._output, self._arguments = None, None, None, _NO_ARGUMENTS
                 is_over = counted.count >= counted.most
             else:
                 step = self._tracker.counters.step_closed()

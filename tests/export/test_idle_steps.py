@@ -25,6 +25,7 @@ from ikkuna.observation.hooks.gradients import GradientNorm
 from ikkuna.observation.hooks.hook import Hook
 from ikkuna.observation.idle_steps import IdleSteps
 from ikkuna.observation.step_cycle import StepCycle
+from ikkuna.store import read_run
 from tests.diagnosis.test_right_programs import PROGRAMS
 from tests.export.test_turns import PARTS, Descent, Model
 
@@ -445,6 +446,60 @@ def test_a_loss_is_what_its_module_returned_whatever_becomes_of_the_result(unusu
     slow, none = run_with_unusual_losses(unusual, tmp_path)
     assert quick == slow
     assert counted > none == 0
+
+
+def add_a_penalty(loss, model, number):
+    return loss + 0.1 * model.a.weight.square().sum()
+
+
+def divide(loss, model, number):
+    return loss / 2
+
+
+def change_nothing(loss, model, number):
+    return loss / 1
+
+
+def add_a_penalty_at_times(loss, model, number):
+    return add_a_penalty(loss, model, number) if number % 3 else loss
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("objective", [add_a_penalty, divide, change_nothing, add_a_penalty_at_times])
+def test_steps_whose_backward_begins_at_a_function_of_the_loss_are_counted(
+    objective, asks, is_native, monkeypatch, tmp_path
+):
+    """The same is recorded if a call behind the backward of some steps lets the tracker have their events."""
+    measure_no_step_by_itself(monkeypatch)
+    if not is_native:
+        monkeypatch.setattr(Hook, "counted", lambda self: self)
+    taken = []
+
+    def run(directory):
+        torch.manual_seed(0)
+        model, loss, teacher = Model(), nn.MSELoss(), nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        with ikkuna.watch(model, loss, log_dir=directory, verbosity=0) as watched:
+            for number in range(65):
+                x = torch.randn(4, 2)
+                optimizer.zero_grad()
+                objective(loss(model(x, PARTS), x.flip(1)), model, number).backward()
+                if asks and number in (13, 22, 34, 47):
+                    watched.log("teacher", teacher(x).mean().item())
+                optimizer.step()
+            taken.append(watched._session.cycle._idle.steps)
+        stored = read_run(directory / "run0001")
+        shown = [
+            (name, stored.series("loss", name).steps.tolist(), stored.series("loss", name).values.tolist())
+            for name in stored.names("loss")
+        ]
+        return judged_values(watched), shown, [p.tolist() for p in model.parameters()]
+
+    quick = run(tmp_path / "quick")
+    monkeypatch.setattr(IdleSteps, "begin", lambda self, plans: None)
+    assert quick == run(tmp_path / "slow")
+    assert taken[0] > 25 > taken[1] == 0
 
 
 class LossAndParts(nn.Module):

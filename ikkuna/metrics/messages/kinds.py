@@ -24,6 +24,9 @@ EVENT_KINDS = ("batch_started", "batch_finished", "epoch_started", "epoch_finish
 MEASURED_TOGETHER = ("network_output", "input_labels", "loss")
 """Inputs and output of one call of the loss module; a subscriber can measure them together."""
 
+OBJECTIVE = "objective"
+"""The path of what ``backward()`` is called on, as a ``loss`` beside that of the loss module."""
+
 LOGGED = "logged"
 """Numbers that the user logs by name (see ``Exporter.log``); the name is the path of the message."""
 

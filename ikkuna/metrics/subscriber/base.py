@@ -153,6 +153,8 @@ class StepLosses:
         The losses.
     gradients : dict of int to float
         By the number of a step among them the global norm of the gradients that the optimizer has received, where it was read.
+    objectives : dict of int to float
+        In the same way what ``backward()`` was called on, where that is another number than what the loss module has returned.
     rates : list of list
         The learning rates of the parameter groups of each step; perhaps those of one step more.
     names : tuple of str
@@ -170,6 +172,7 @@ class StepLosses:
     rates: list[list[Any]] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     gradients: dict[int, float] = field(default_factory=dict)
+    objectives: dict[int, float] = field(default_factory=dict)
 
     @property
     def last(self) -> Stamp:

@@ -16,6 +16,7 @@ from ikkuna.diagnosis.objective.recorded import RecordedObjective
 from ikkuna.diagnosis.recorded_preflight import RecordedPreflight
 from ikkuna.distributed.dtensor import is_distributed
 from ikkuna.distributed.rendezvous import World
+from ikkuna.metrics.messages.kinds import OBJECTIVE
 from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.numerics.elements import has_numbers, widest_float
 from ikkuna.numerics.prediction import IGNORED
@@ -115,7 +116,6 @@ def label_weight(labels: Tensor, ignored: int, weights: Tensor | None = None) ->
     return torch.where(counts, of_labels, 0.0).sum()
 
 
-_OBJECTIVE = "objective"
 _NONE: tuple[Forward | None, int, range] = None, 0, range(0)
 
 
@@ -484,7 +484,7 @@ class LossHooks:
 
 def _path(number: int, is_beside: bool) -> str:
     """Return the path of what ``backward()`` is called on, of an optimizer with this number, perhaps beside a loss module's."""
-    return "/".join([*([_OBJECTIVE] if is_beside else []), *([str(number)] if number else [])])
+    return "/".join([*([OBJECTIVE] if is_beside else []), *([str(number)] if number else [])])
 
 
 def _field(output: Any, name: str) -> Tensor | None:
