@@ -5,8 +5,10 @@ import inspect
 import itertools
 import linecache
 import os
+import subprocess
 import sys
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -22,7 +24,47 @@ from ikkuna.store.json_lines import read
 from ikkuna.store.names import Series
 from ikkuna.store.writer import FileWriter
 from ikkuna.support.device_thread import DeviceThread
-from ikkuna.support.threads import BackgroundThread, Worker
+from ikkuna.support.threads import BackgroundThread, Worker, computed_once
+
+FIND = """
+import threading
+from ikkuna.numerics.statistics.native import library
+from ikkuna.numerics.statistics.native.hook_functions import hook_functions
+
+def find():
+    start.wait(30)
+    kernels = library()
+    found.append((kernels, hook_functions(kernels, wait=True)))
+
+start, found = threading.Barrier(2), []
+threads = [threading.Thread(target=find) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert found[0] == found[1], found
+"""
+
+
+def test_threads_that_need_a_result_at_the_same_time_share_it():
+    def compute():
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.2)  # the other thread does not come, but waits for this result
+        return object()
+
+    found, both, made = [], threading.Barrier(2), computed_once(compute)
+    threads = [threading.Thread(target=lambda: found.append(made())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] is found[1] is made()
+    assert both.broken
+
+
+def test_two_threads_load_one_copy_of_the_native_libraries():
+    """Copies would call each other for ever, because each replaces how a hook is called by itself and what was there before."""
+    subprocess.run([sys.executable, "-c", FIND], check=True, timeout=600)
 
 
 def refuse(thread):

@@ -208,11 +208,16 @@ def learn(runs: Iterable[_Path]) -> Baseline:
     Raises
     ------
     ConfigError
-        If there are fewer than three runs, or if they have no series in common.
+        If there are fewer than three runs, if one is given twice, or if they have no series in common.
     """
     stored = [read_run(path) for path in runs]
     if len(stored) < 3:
         raise ConfigError(f"a baseline needs at least 3 healthy runs, got {len(stored)}")
+    paths = [run.path.resolve() for run in stored]
+    if twice := next((run.path for run, path in zip(stored, paths, strict=True) if paths.count(path) > 1), None):
+        raise ConfigError(
+            f"a baseline needs different runs, which show how far healthy ones are apart; '{twice}' is given twice"
+        )
     series = [_all_series(run) for run in stored]
     keys = sorted(set.intersection(*(set(each) for each in series)))
     if not keys:

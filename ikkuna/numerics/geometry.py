@@ -382,7 +382,9 @@ def adam_decay(weight: Tensor, rate: Any, decay: Any, exp_avg_sq: Tensor, step: 
 
 
 def decay_row(update: Tensor, decay: Tensor) -> Tensor:
-    r"""Return :math:`\lVert d \rVert^2` and :math:`\lVert u - d \rVert^2`, which can be summed over the parts of a tensor.
+    r"""Return :math:`\lVert d \rVert^2`, :math:`\lVert u - d \rVert^2` and the number of elements of *u* that are not 0.
+
+    They can be summed over the parts of a tensor.
 
     Parameters
     ----------
@@ -392,14 +394,15 @@ def decay_row(update: Tensor, decay: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        ``(2,)``, float64.
+        ``(3,)``, float64.
 
     Examples
     --------
     >>> decay_row(torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])).tolist()
-    [16.0, 25.0]
+    [16.0, 25.0, 1.0]
     """
-    return torch.stack([squared_norm(decay), squared_norm(update.detach() - decay)])
+    update = update.detach()
+    return torch.stack([squared_norm(decay), squared_norm(update - decay), torch.count_nonzero(update).double()])
 
 
 ROW_STATISTICS = ("l2_norm", "mean", "max", "skewness", "kurtosis")

@@ -142,7 +142,8 @@ def first_changes(run: StoredRun, step: int | None = None, findings: Findings | 
 
 def _cause(kind: str, quantities: Mapping[str, Quantity]) -> tuple[str, str] | None:
     sources = built_in_sources(kind, quantities)
-    return next(((cause, remedy) for kinds, cause, remedy in _CAUSES if kinds & sources), None)
+    matching = [(cause, remedy) for kinds, cause, remedy in _CAUSES if kinds & sources]
+    return matching[0] if 0 < len(matching) < len(_CAUSES) else None  # what is computed from everything tells no cause
 
 
 def _first_jump(loss: SeriesValues) -> int | None:

@@ -423,13 +423,13 @@ class FileWriter:
     def _due(self) -> float:
         """Return the time of the next job, unless something changes."""
         due = math.inf
-        if self._queue:
-            due = max(self._retry_at, self._write_at)
-        elif time.monotonic() < self._write_at:
+        if self._queue or time.monotonic() < self._write_at:
             due = self._write_at
         elif self._queue.done > self._synced:
-            due = max(self._retry_at, self._synced_at + self._sync_seconds)
-        return min(due, self._check_at) if self._may_check() else due
+            due = self._synced_at + self._sync_seconds
+        if self._may_check():
+            due = min(due, self._check_at)
+        return max(due, self._retry_at)  # before, there is no job, and the thread would ask for one all the time
 
     def _is_urgent(self) -> bool:
         """Whether blocks are written before the pause after the last ones is over."""

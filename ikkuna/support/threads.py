@@ -7,11 +7,42 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 from ikkuna.support.failures import log, raise_users_exception
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 START_SECONDS = 0.5
 """How long those wait who need a thread that was just started."""
+
+
+def computed_once(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function that keeps its results, of which threads that call it at the same time get the same one.
+
+    `functools.cache` calls the function in each of these threads, and returns different results to them.
+
+    Examples
+    --------
+    >>> made = computed_once(lambda: object())
+    >>> made() is made()
+    True
+    """
+    found: Any = cache(function)
+    locks = {os.getpid(): threading.RLock()}
+
+    @wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> T:
+        if (lock := locks.get(os.getpid())) is None:  # a thread that this process lacks may hold the lock of its parent
+            lock = locks.setdefault(os.getpid(), threading.RLock())
+        with lock:
+            result: T = found(*arguments, **options)
+        return result
+
+    vars(call)["cache_clear"] = found.cache_clear
+    return call
 
 
 def run_apart(body: Callable[[], object], name: str, end: Callable[[], object] | None = None) -> None:

@@ -329,8 +329,9 @@ class WeightDecaySubscriber(UpdateSubscriber):
     The second and third formula assume that weights change little over the steps that the momentum averages.
 
     Takes ``weights`` and ``weight_updates``; publishes ``weight_decay_share``, between 0 and 1, once for each weight.
-    A weight without decay, of another optimizer, or of several optimizers publishes nothing; an update of 0, a NaN or an Inf gives NaN.
-    It keeps a copy of each weight during the step, and makes three passes over it.
+    A weight without decay, of another optimizer, or of several optimizers publishes nothing; an update of 0, such as that of a
+    weight without gradient, a NaN or an Inf gives NaN.
+    It keeps a copy of each weight during the step, and makes four passes over it.
 
     Look for: about 0 at the beginning; 1/2 is the equilibrium in which decay and gradient change a weight equally.
     Above 1/2 the weights shrink; a share near 1 means that the gradients have vanished and only decay is left.
@@ -360,7 +361,7 @@ class WeightDecaySubscriber(UpdateSubscriber):
         self._parameters: dict[str, nn.Parameter] = {}
 
     def measure(self, message: ModuleMessage) -> Tensor | None:
-        """Copy a weight, or return the squares of both parts of its update."""
+        """Copy a weight, or return the squares of both parts of its update, and the number of its changed elements."""
         if message.kind == "weights":
             return super().measure(message)
         before = self._before.pop(message.series_name, None)
@@ -373,8 +374,8 @@ class WeightDecaySubscriber(UpdateSubscriber):
 
     def compute(self, message: ModuleMessage) -> None:
         """Emit the share."""
-        decay, rest = map(math.sqrt, message.data)
-        self.emit(message, decay / (decay + rest) if decay + rest else math.nan)
+        decay, rest = map(math.sqrt, message.data[:2])
+        self.emit(message, decay / (decay + rest) if message.data[2] and decay + rest else math.nan)
 
     def _decay(self, name: str, weight: Tensor) -> Tensor | None:
         """Return the part of weight decay; ``None`` if there is none, or if it is unknown."""

@@ -185,3 +185,8 @@ def test_a_file_made_to_harm_its_reader_is_refused(healthy, tmp_path, name):
 def test_two_runs_are_too_few(healthy):
     with pytest.raises(ConfigError, match="at least 3 healthy runs, got 2"):
         learn(healthy[:2])
+
+
+def test_a_run_counts_once(healthy):
+    with pytest.raises(ConfigError, match="needs different runs, .* is given twice"):
+        learn([*healthy[:2], healthy[0].parent / "." / healthy[0].name])

@@ -152,6 +152,20 @@ def test_an_error_in_one_message_loses_no_other():
     assert len(backend.values) == 4
 
 
+@pytest.mark.parametrize("shape", [(1,), (2,), (3, 1), (1, 3)])
+def test_an_array_that_has_not_one_value_for_each_message_is_refused(shape):
+    class Short(Subscriber):
+        fields = ("sumsq",)
+
+        def compute_batch(self, batch):
+            self.emit_batch(batch, np.resize(batch.records.l2_norm, shape))
+
+    backend = RecordingBackend()
+    with pytest.raises(ValueError, match="one value for each of 3 messages is needed, got shape"):
+        run(Short("weights", publishes="short", backend=backend), steps=1)
+    assert not backend.values
+
+
 def test_no_later_step_changes_what_a_subscriber_has_received():
     class Keeping(Subscriber):
         fields = ("sumsq",)

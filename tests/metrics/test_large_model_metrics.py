@@ -154,6 +154,20 @@ def test_the_share_of_weight_decay(optimizer):
         assert found["weight_decay_share", layer] == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_weight_without_gradient_has_no_share_of_decay(optimizer):
+    model, recording, bus = nn.ModuleList([nn.Linear(3, 2), nn.Linear(2, 2)]), RecordingBackend(), MessageBus()
+    optimizer = optimizer(model.parameters(), lr=0.01, weight_decay=0.1)
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        bus.register_subscriber(WeightDecaySubscriber(backend=recording))
+        model[0](torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+    [used], [unused] = (curves(recording)["weight_decay_share", name] for name in "01")
+    assert 0 < used < 0.1
+    assert math.isnan(unused)  # no optimizer changes a weight without gradient, so its decay has not acted
+
+
 def test_weights_without_decay_or_of_an_unknown_optimizer_have_no_share():
     assert not trained([WeightDecaySubscriber], sgd)[1]
     assert not trained([WeightDecaySubscriber], partial(torch.optim.RMSprop, weight_decay=0.1))[1]

@@ -60,7 +60,8 @@ def test_adamw_without_gradient_is_decay_alone():
     assert torch.allclose(weight.detach() - before, decoupled_decay(before, 0.1, DECAY), rtol=1e-12)
 
 
-def test_the_row_has_the_squares_of_both_parts():
+def test_the_row_has_the_squares_of_both_parts_and_the_number_of_changed_elements():
     update, decay = torch.randn(2, 5, 7, dtype=torch.float64)
-    expected = [float((decay.numpy() ** 2).sum()), float(((update - decay).numpy() ** 2).sum())]
+    update[0, :3] = 0.0
+    expected = [float((decay.numpy() ** 2).sum()), float(((update - decay).numpy() ** 2).sum()), 32.0]
     assert decay_row(update, decay).tolist() == pytest.approx(expected)

@@ -1,6 +1,7 @@
 """`ikkuna why` names what changed first: the band of a series, the order of changes, and their findings."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -65,6 +66,19 @@ def test_a_change_belongs_to_the_finding_of_its_kind_and_module(tmp_path):
         Finding("loss_spike", "warning", "It jumped.", kind="loss"),
     ])  # fmt: skip
     assert [c.finding for c in first_changes(run, None, findings).changes] == ["", "signal_scale", "loss_spike"]
+
+
+def test_a_number_of_all_tensors_of_a_step_names_no_cause(tmp_path):
+    backend = TensorBoardBackend()
+    backend.open(tmp_path)
+    for step in range(80):
+        backend.add_scalar(Series("nonfinite_tensors"), 27.0 if step >= 60 else 0.0, step)
+        backend.add_scalar(Series("loss"), math.nan if step >= 60 else 1 + 0.05 * NOISE[0, step], step)
+        backend.commit(step)
+    backend.close()
+    found = first_changes(read_run(tmp_path))
+    assert [(change.kind, change.step) for change in found.changes] == [("nonfinite_tensors", 60), ("loss", 60)]
+    assert found.cause is None
 
 
 def test_the_command_shows_the_table_the_cause_and_json(tmp_path, capsys):

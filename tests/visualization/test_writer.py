@@ -176,6 +176,17 @@ def test_after_an_error_nothing_is_written_before_the_pause_is_over(tmp_path, pl
     assert lines(writer) == expected(0, 1)
 
 
+def test_the_thread_sleeps_in_the_pause_after_an_error_although_a_check_is_due(tmp_path, plain, failing):
+    writer = FileWriter(tmp_path, plain, retry_seconds=60, check=lambda directory: None)
+    failing.set()
+    submit(writer, [0])
+    assert not writer.flush(30)
+    assert writer._job() is None
+    assert writer._due() > time.monotonic() + 20
+    failing.clear()
+    assert writer.close()
+
+
 def test_the_directory_is_checked_until_the_end(tmp_path, plain, monkeypatch):
     monkeypatch.setattr("ikkuna.store.writer._CHECK_SECONDS", 0.0)
     seen = []

@@ -617,6 +617,10 @@ class Subscriber(metaclass=_RegisteringType):
     def _result_of(self, stamp: Stamp, names: BatchNames, kind: str, values: Any, is_published: bool) -> Result:
         found = np.array(values, np.float64)
         if found.shape != (len(names.names),):
+            if found.ndim:  # an array of one value would stand for all messages
+                raise ValueError(
+                    f"one value for each of {len(names.names)} messages is needed, got shape {found.shape}"
+                )
             found = np.broadcast_to(found, (len(names.names),))
         group = self._curve_groups.get((names, kind, stamp.pass_name)) or self._curve_group(
             names, kind, stamp.pass_name

@@ -4,7 +4,7 @@ import ctypes
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -19,7 +19,7 @@ from ikkuna.numerics.statistics.table import COLUMN, EMPTY, empty_rows
 from ikkuna.support.failures import log
 from ikkuna.support.files import available_bytes
 from ikkuna.support.native import Compiler, build_library, joined_source, stored_library
-from ikkuna.support.threads import BackgroundThread
+from ikkuna.support.threads import BackgroundThread, computed_once
 from ikkuna.support.torch_internals import GLOBAL_FORWARD_HOOKS
 
 Function = Callable[[Any, Any], bool]
@@ -334,7 +334,9 @@ class _Build:
         log.info("hooks run in Python, which costs more: %s", str(error).strip().partition("\n")[0])
 
 
-_build = cache(_Build)
+@computed_once  # two copies of the library would call each other for ever, see `call_natively` in its source
+def _build(kernels: Library) -> _Build:
+    return _Build(kernels)
 
 
 def hook_functions(kernels: Library | None, wait: bool = False) -> HookFunctions | None:

@@ -17,6 +17,7 @@ from ikkuna.numerics.statistics.record import EXACT_COUNTS, needed_fields
 from ikkuna.numerics.statistics.table import COLUMN, EMPTY, Values
 from ikkuna.support.failures import log
 from ikkuna.support.native import SOURCES, build_library, joined_source, typed_function
+from ikkuna.support.threads import computed_once
 from ikkuna.support.torch_internals import (
     TENSOR_ADDRESS,
     is_transformed,
@@ -327,7 +328,7 @@ def _made(part: Callable[[ctypes.CDLL], T], kernels: ctypes.CDLL) -> T | None:
         return None
 
 
-@cache
+@computed_once
 def library() -> Library | None:
     """Return the native kernels; ``None``, after one line in the log, if there is no compiler or the library cannot be loaded.
 
