@@ -375,7 +375,8 @@ class StepCycle:
             step.evaluate(bus)
         bus.drain(wait=self._exchange.gather is not None and self._exchange.must_wait(closed.stamp))
         context.stopwatch.step_ended()
-        if plan is not None and plan.needs_losses_alone:
+        # the beginning of the next step ends an evaluation inside of this one
+        if plan is not None and plan.needs_losses_alone and not self._validation.is_open:
             self._idle.begin(self._plans)
 
     def _count_thrown_away(self, step: int) -> None:

@@ -151,6 +151,18 @@ def test_a_validation_between_accumulated_batches_leaves_the_step_as_it_is(tmp_p
     assert shown(handle, pass_name="training") == pytest.approx(expected, rel=1e-6)
 
 
+def test_validations_inside_of_steps_that_are_only_counted_are_a_pass_each(tmp_path):
+    loop = Loop()
+    with ikkuna.watch(loop.model, loop.criterion, log_dir=tmp_path, every=50) as handle:
+        for step in range(60):
+            loop.backward(X, Y)
+            if step % 6 == 5:
+                loop.evaluate(HELD_OUT, step=step)
+            loop.update()
+    assert shown(handle) == pytest.approx(loop.losses, rel=1e-6)
+    assert shown(handle, "accuracy") == pytest.approx(loop.accuracies)
+
+
 def test_an_evaluation_in_training_mode_counts_if_it_is_apart(tmp_path):
     loop = Loop()
     with ikkuna.watch(loop.model, loop.criterion, log_dir=tmp_path) as handle:
