@@ -284,8 +284,8 @@ class StepCycle:
                 case Merged(source, target):
                     if (rows := self._context.recorder.rows) is not None:
                         rows.merge_part(source, target)
-                case Restarted(parts, parameters):
-                    self._restart(parts, parameters)
+                case Restarted():
+                    self._restart(decision)
                 case Closed():
                     self._close(decision)
                 case Awaited(stamp):
@@ -336,14 +336,16 @@ class StepCycle:
         if not (self._context.recorder.plan.forward or self._context.model.is_compiled):
             self._hooks.modules.install(self._plans.of(stamp))
 
-    def _restart(self, parts: tuple[int, ...], parameters: bool) -> None:
+    def _restart(self, restarted: Restarted) -> None:
         if (rows := self._context.recorder.rows) is None:
             return
-        for part in parts:
+        for part in restarted.parts:
             rows.drop_part(part)
-        if MICRO_PART in parts:
+        for part in restarted.anew:
+            rows.drop_backward(part, self._hooks.losses.takes_arguments)
+        if MICRO_PART in restarted.parts:
             rows.renew_stamp()
-        if parameters:
+        if restarted.parameters:
             rows.drop(frozenset((*PARAMETER_KINDS, *self._context.recorder.plan.states)))
             self._hooks.optimizers.step_ended()
 

@@ -126,6 +126,15 @@ def two_losses(model, optimizer, steps):
         optimizer.step()
 
 
+def gradients_of_single_terms_first(model, optimizer, steps):
+    for _, x, y in batches(steps):
+        terms = LOSS(model(x), y), model(x + 1).square().mean()
+        for term in (*terms, terms[0] + 0.1 * terms[1]):
+            optimizer.zero_grad()
+            term.backward(retain_graph=True)
+        optimizer.step()
+
+
 def seed_in_the_loop(model, optimizer, steps):
     for _, x, y in batches(steps):
         torch.manual_seed(3)
@@ -182,6 +191,7 @@ LOOPS = {
     "two backward passes": (two_backward_passes, {"repeated_backward": "warning"}),
     "one micro-batch twice": (one_micro_batch_twice, {"repeated_backward": "warning"}),
     "two losses": (two_losses, {}),
+    "gradients of single terms first": (gradients_of_single_terms_first, {}),
     "seed in the loop": (seed_in_the_loop, {"same_random_numbers": "warning"}),
     "seed without a draw": (seed_without_a_draw, {}),
     "plain": (plain, {}),

@@ -1185,6 +1185,28 @@ def test_gradients_thrown_away(bus, order, set_to_none):
     assert {key: norms[key] for key in expected} == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_gradients_of_single_terms_are_thrown_away(bus, model, forwards, set_to_none):
+    """All forwards of the step and the layer gradients of the last backward, if those of single terms are cleared."""
+    optimizer, seen, expected = sgd(model), Outputs(model[0]), {}
+    exporter, norms = recorded(bus, model)
+    for step in range(3):
+        seen.clear()
+        outputs = [model(torch.randn(4, 3)) for _ in range(forwards)]
+        terms = outputs[0].square().mean(), outputs[-1].mean()
+        for term in (*terms, terms[0] + 0.1 * terms[1]):
+            optimizer.zero_grad(set_to_none)
+            seen.gradients.clear()
+            term.backward(retain_graph=True)
+        expected["activations", "0", step] = joint(seen.values)
+        expected["layer_gradients", "0", step] = joint(seen.gradients)
+        optimizer.step()
+    exporter.close()
+    assert {key: norms[key] for key in expected} == pytest.approx(expected, rel=1e-6)
+    assert {step for *_, step in norms} == {0, 1, 2}
+
+
 def test_a_scaler_skips_between_forward_and_backward(bus, model):
     """The next step has no value of the skipped step, also if ``zero_grad()`` stands between forward and backward."""
     optimizer = sgd(model)

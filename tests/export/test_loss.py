@@ -143,6 +143,36 @@ def test_a_step_that_a_scaler_skips_shows_no_loss():
     assert list(watched.shown().values()) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("every", [1, 4])
+def test_the_loss_behind_cleared_gradients_of_its_terms(given, every):
+    # the weights of the terms are computed from their gradients, as for physics-informed networks
+    model, criterion, losses, rates = network(), nn.CrossEntropyLoss(), {}, {}
+    watched = Watched(
+        model,
+        loss=criterion if given else None,
+        subscribers=[
+            lambda **o: LossSubscriber(every=every, **o),
+            lambda **o: TrainAccuracySubscriber(every=every, **o),
+        ],
+    )
+    optimizer = sgd(model)
+    for step in range(12):
+        outputs = model(X)
+        term, penalty = criterion(outputs, Y), outputs.square().mean()
+        for _ in range(2 if step % 3 == 2 else 0):
+            optimizer.zero_grad()
+            (3 * term).backward(retain_graph=True)
+        optimizer.zero_grad()
+        loss = term if given else term + 0.1 * penalty
+        loss.backward()
+        optimizer.step()
+        losses[step], rates[step] = loss.item(), (outputs.argmax(1) == Y).double().mean().item()
+    shown = watched.shown()
+    assert shown == pytest.approx({step: losses[step] for step in range(0, 12, every)}, rel=1e-6)
+    assert watched.shown("train_accuracy") == pytest.approx({step: rates[step] for step in range(0, 12, every)})
+
+
 def test_closure_shows_the_last_evaluation():
     model, evaluations, expected = network(), [], {}
     watched = Watched(model)

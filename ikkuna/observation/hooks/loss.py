@@ -438,10 +438,15 @@ class LossHooks:
             value = each()
         if value is not None and value.is_cpu and is_one_number(value) and not math.isfinite(value.item()):
             self._report_broken_weights()
-        if not (self._was_called or self._knows_labels):
+        if self.takes_arguments:
             for outputs, labels, ignored in arguments:
                 seen = {"network_output": outputs, "input_labels": labels, **({} if loss is None else {"loss": loss})}
                 self._record_arguments(seen, part, ignored, recorder)
+
+    @property
+    def takes_arguments(self) -> bool:
+        """Whether outputs and labels are those that the losses of a backward have saved."""
+        return not (self._was_called or self._knows_labels)
 
     def _report_broken_weights(self) -> None:
         """Report weights that are not finite, unless all are: the step that follows a loss of NaN makes all of them so."""
@@ -470,7 +475,7 @@ class LossHooks:
 
     def _read_objective(self, roots: Sequence[Any], outputs: list[Tensor]) -> None:
         """Read what a backward in training is called on: the arguments of its losses, and in the first steps the whole graph."""
-        if not (is_known := self._was_called or self._knows_labels):
+        if not (is_known := not self.takes_arguments):
             self._arguments = loss_arguments(roots, outputs)
         if (objective := self.objective) is None or World.here().size > 1:
             return

@@ -37,10 +37,14 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The measurements of some parts belong to no step; `parameters` if those of the parameters do not either."""
+    """The measurements of some parts belong to no step; `parameters` if those of the parameters do not either.
+
+    Of the parts `anew` this holds for what a backward has added to them, because another one goes through the same forwards.
+    """
 
     parts: tuple[int, ...]
     parameters: bool = False
+    anew: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,8 @@ class Forward:
         Whether it consists of calls of modules outside any root.
     began : int
         The number of the first node that autograd records in it.
+    is_kept : bool
+        Whether the last backward through it has kept its graph, so that another one can follow.
     """
 
     part: int
@@ -136,6 +142,7 @@ class Forward:
     is_compiled: bool = False
     is_of_parts: bool = False
     began: int = 0
+    is_kept: bool = False
 
     @property
     def provisional_part(self) -> int:
@@ -216,7 +223,7 @@ class PendingForwards:
         forward = self._pool[self._used]
         self._used += 1
         forward.part, forward.reach = part, Reach.NONE
-        forward.is_compiled = forward.is_of_parts = False
+        forward.is_compiled = forward.is_of_parts = forward.is_kept = False
         self._pending.append(forward)
         return forward
 
@@ -226,6 +233,13 @@ class PendingForwards:
             self._pending.remove(forward)
             forward.part = -1
         self.earlier = 0
+
+    def keep(self, reached: Forward) -> list[int]:
+        """Let no backward have reached `reached` and the forwards whose graph was kept; return their parts, if any had been."""
+        kept = [f for f in self.reached if f.is_kept or f is reached]
+        for forward in kept:
+            forward.reach = Reach.NONE
+        return [forward.part for forward in kept]
 
     def clear(self) -> None:
         """Discard all forwards at the end of a step, so that their objects can be used again."""
