@@ -252,7 +252,7 @@ class LossHooks:
         context, given = self.context, (*args, *kwargs.values())
         if in_backward() or not isinstance(output, Tensor):
             return
-        if self._is_evaluated(output):
+        if self._is_evaluated(output, given):
             self._record_evaluation(module, given, output)
             return
         if self.has_loss and context.recorder.rows is None and context.observer is None:
@@ -335,11 +335,19 @@ class LossHooks:
         else:
             record(checks)
 
-    def _is_evaluated(self, loss: Tensor) -> bool:
-        """Return whether a loss is that of an evaluation in the training loop."""
-        if loss.requires_grad or torch.is_grad_enabled():
+    def _is_evaluated(self, loss: Tensor, arguments: Sequence[Any] = ()) -> bool:
+        """Return whether a loss is that of an evaluation in the training loop.
+
+        Forwards of a model that is never called as a whole are not seen: its loss is one if all of its modules are in evaluation mode,
+        unless it is computed from outputs of the training.
+        """
+        context = self.context
+        if loss.requires_grad or torch.is_grad_enabled() or context.tracker.pass_name != TRAINING:
             return False
-        return self.context.tracker.pass_name == TRAINING and self.context.events.is_evaluating
+        if context.events.is_evaluating or not context.tracker.is_rootless:
+            return context.events.is_evaluating
+        is_trained = any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+        return not (is_trained or any(named.module.training for named in context.model.modules))
 
     def _record_call(
         self, module: nn.Module, arguments: Sequence[Any], output: Tensor, part: int, recorder: Recorder
