@@ -253,6 +253,29 @@ def test_the_loss_of_another_model_through_the_same_module_does_not_count(how, a
     assert accuracies == pytest.approx({n: value for n, (_, value) in expected.items()})
 
 
+@pytest.mark.parametrize("how", ["train", "ask", "prepare"])
+def test_the_loss_of_another_model_does_not_count_beside_models_that_the_loop_calls(how):
+    layers, loss, others, expected = network(), nn.CrossEntropyLoss(), OfOthers(), {}
+    model = nn.ModuleDict({"encoder": layers[:2], "decoder": layers[2:]})
+    watched, optimizer = Watched(model, loss=loss, subscribers=(LossSubscriber, TrainAccuracySubscriber)), sgd(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        getattr(others, how)(loss)
+        outputs = model["decoder"](model["encoder"](X))
+        getattr(others, how)(loss)
+        value = loss(outputs, Y)
+        with torch.no_grad():
+            loss(outputs, Y)  # a figure of the model
+        getattr(others, how)(loss)
+        value.backward()
+        optimizer.step()
+        expected[step] = value.item(), (outputs.argmax(1) == Y).double().mean().item()
+    del expected[0]  # shows that the model is never called as a whole
+    assert watched.shown() == pytest.approx({step: value for step, (value, _) in expected.items()}, rel=1e-6)
+    accuracies = watched.shown("train_accuracy")
+    assert accuracies == pytest.approx({step: value for step, (_, value) in expected.items()})
+
+
 def test_the_loss_of_a_model_between_others_is_its_own():
     # what comes before the watched model or behind it has parameters of its own, and so has a server that gets detached values
     before, model, behind = nn.Linear(3, 3), network(), nn.Linear(4, 4)

@@ -284,7 +284,8 @@ class LossHooks:
         """Return whether what the loss module returns in a training step is shown to be the loss of another model.
 
         Without a graph, although the model has recorded one, it is that of a teacher or the like,
-        unless the module received what the model has returned.
+        unless the module received what the model has returned.  What a model returns that is never called as a whole is not known:
+        there it must have received something with a graph.
 
         Parameters
         ----------
@@ -300,7 +301,7 @@ class LossHooks:
             return False  # parameters that a rank has gathered are no longer those of the model
         if loss.requires_grad:
             return is_of_another_model(loss, recorded, outputs, own)
-        if not recorded or torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not (recorded or context.tracker.is_rootless):
             return False
         for x in arguments:
             if isinstance(x, Tensor) and (x.requires_grad or share_memory(x, outputs)):
