@@ -15,11 +15,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.func import functional_call
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
+import ikkuna
 from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
+    ClippingSubscriber,
+    GlobalNormSubscriber,
     GradientNoiseScaleSubscriber,
     LossSubscriber,
     NormSubscriber,
@@ -1608,6 +1611,51 @@ def test_gradients_before_clipping(bus, model, loop):
         if step or ("weight_gradients_unclipped", "0", step) in norms:
             assert norms["weight_gradients_unclipped", "0", step] == pytest.approx(value, rel=1e-5)
         assert norms["weight_gradients", "0", step] < 1.1e-3
+
+
+def test_gradients_before_clipping_of_optimizers_that_take_turns(bus):
+    """Only those of the parameters whose optimizer steps, although the other ones have gradients."""
+    torch.manual_seed(2)
+    model, expected, shares = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), {}, []
+    optimizers = sgd(model[0]), sgd(model[1])
+    exporter, norms = recorded(bus, model, ("weight_gradients", "weight_gradients_unclipped"))
+    bus.register_subscriber(ClippingSubscriber(backend="null"))
+    bus.register_subscriber(
+        CallbackSubscriber("clipped_share", lambda message: shares.append(message.data), backend="null")
+    )
+    for step in range(6):
+        part = step % 2
+        optimizers[part].zero_grad()
+        model(torch.randn(4, 2)).mean().backward()
+        expected["weight_gradients_unclipped", str(part), step] = model[part].weight.grad.norm().item()
+        optimizers[part].step()
+    exporter.close()
+    found = {key: norm for key, norm in norms.items() if key[0] == "weight_gradients_unclipped"}
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert set(shares) == {0.0}
+
+
+@pytest.mark.parametrize("rules", [None, "default"])
+def test_an_old_gradient_of_a_frozen_part(rules, tmp_path, caplog):
+    """Nothing, once no optimizer has the part: it is the gradient of an earlier step."""
+    torch.manual_seed(2)
+    model, recording = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), RecordingBackend()
+    options = {"every": 1, "backend": recording, "log_dir": tmp_path, "verbosity": 0}
+    with ikkuna.watch(model, GlobalNormSubscriber(), ClippingSubscriber(), rules=rules, **options):
+        optimizer, expected = sgd(model), []
+        for step in range(8):
+            if step == 4:
+                model[0].requires_grad_(False)
+                optimizer = sgd(model[2])
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).square().mean().backward()
+            trained = [p.grad for p in model.parameters() if p.requires_grad]
+            expected.append(joint(trained))
+            optimizer.step()
+    assert model[0].weight.grad is not None
+    for kind in ("gradients_global_norm", "gradient_norm_unclipped"):
+        assert [v for series, v, _ in recording.values if series.kind == kind] == pytest.approx(expected, rel=1e-6)
+    assert "get gradients" not in caplog.text
 
 
 def test_unclipped_gradients_beside_micro_batches(bus, model):

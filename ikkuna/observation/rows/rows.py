@@ -321,10 +321,10 @@ class Rows:
             part.clear(rows)
             part.together = {r: value for r, value in part.together.items() if r.kinds[0] not in kinds}
 
-    def drop_part(self, number: int) -> None:
-        """Forget the measurements of a part."""
+    def drop_part(self, number: int, rows: Iterable[int] | None = None) -> None:
+        """Forget the measurements of a part, or some rows of it."""
         if (part := self._parts.get(number)) is not None:
-            part.clear()
+            part.clear(rows)
 
     def drop_backward(self, number: int, with_arguments: bool) -> None:
         """Forget what a backward has added to a part; `with_arguments` if those of the loss are among that."""
