@@ -354,7 +354,7 @@ class StepCycle:
     def _close(self, closed: Closed) -> None:
         bus, context, optimizers = self._bus, self._context, self._hooks.optimizers
         if closed.skipped:
-            self._count_thrown_away(closed.stamp.global_step)
+            self._count_thrown_away(closed)
         else:
             if optimizers.table.is_used or optimizers.untrained.settled is None:
                 optimizers.before_close()
@@ -381,12 +381,17 @@ class StepCycle:
         if plan is not None and plan.needs_losses_alone and not self._validation.is_open:
             self._idle.begin(self._plans)
 
-    def _count_thrown_away(self, step: int) -> None:
-        """Count gradients that no optimizer has used; report once that most are so, unless a gradient scaler skips steps."""
+    def _count_thrown_away(self, closed: Closed) -> None:
+        """Count gradients that no optimizer has used; report once that most are so.
+
+        Steps that a gradient scaler may have skipped do not count, nor do backwards for gradients of the inputs.
+        """
         context, events = self._context, self._context.events
-        if context.loss_scale.is_used:
+        if context.loss_scale.is_used or closed.of_inputs:
             return
-        events.gradients_cleared(step, sum([named.parameter._version for named in context.parameters.all]))
+        events.gradients_cleared(
+            closed.stamp.global_step, sum([named.parameter._version for named in context.parameters.all])
+        )
         if (
             self.steps
             and events.thrown_away >= max(_MANY_THROWN_AWAY, self.steps)

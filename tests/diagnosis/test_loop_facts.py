@@ -135,6 +135,23 @@ def gradients_of_single_terms_first(model, optimizer, steps):
         optimizer.step()
 
 
+def attacked(order):
+    def loop(model, optimizer, steps):
+        for _, x, y in batches(steps):
+            for _ in range(4):
+                x = x.detach().requires_grad_()
+                if order == "before":
+                    model.zero_grad()
+                loss = LOSS(model(x), y)
+                if order == "between":
+                    model.zero_grad()
+                loss.backward()
+                x = x + 0.01 * x.grad.sign()
+            step(model, optimizer, x.detach(), y)
+
+    return loop
+
+
 def seed_in_the_loop(model, optimizer, steps):
     for _, x, y in batches(steps):
         torch.manual_seed(3)
@@ -191,6 +208,8 @@ LOOPS = {
     "two backward passes": (two_backward_passes, {"repeated_backward": "warning"}),
     "one micro-batch twice": (one_micro_batch_twice, {"repeated_backward": "warning"}),
     "two losses": (two_losses, {}),
+    "attack on the inputs": (attacked("before"), {}),
+    "attack on the inputs, cleared between forward and backward": (attacked("between"), {}),
     "gradients of single terms first": (gradients_of_single_terms_first, {}),
     "seed in the loop": (seed_in_the_loop, {"same_random_numbers": "warning"}),
     "seed without a draw": (seed_without_a_draw, {}),

@@ -65,6 +65,8 @@ class Closed:
         The optimizers that have stepped.
     micro_batches : int
         Number of forwards whose gradients a backward has added up; 0 if no backward could be seen.
+    of_inputs : bool
+        Whether all gradients that a skipped step has thrown away are those of forwards whose inputs took gradients.
     """
 
     stamp: Stamp
@@ -73,6 +75,7 @@ class Closed:
     carried: tuple[int, ...] = ()
     optimizers: frozenset[int] = frozenset()
     micro_batches: int = 0
+    of_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,8 @@ class Forward:
         Whether it consists of calls of modules outside any root.
     began : int
         The number of the first node that autograd records in it.
+    of_inputs : bool
+        Whether its inputs take gradients, as in an attack on them, or if another network has computed them.
     is_kept : bool
         Whether the last backward through it has kept its graph, so that another one can follow.
     """
@@ -142,6 +147,7 @@ class Forward:
     is_compiled: bool = False
     is_of_parts: bool = False
     began: int = 0
+    of_inputs: bool = False
     is_kept: bool = False
 
     @property
@@ -179,7 +185,7 @@ class PendingForwards:
         self._pending: list[Forward] = []
         self._pool: list[Forward] = []
         self._used = 0
-        self.earlier = 0
+        self.earlier = self._earlier_of_model = 0
 
     @property
     def latest(self) -> Forward | None:
@@ -207,6 +213,7 @@ class PendingForwards:
         for forward in [f for f in self._pending if f.reach is Reach.ACCUMULATED] if self._pending else ():
             decisions.append(Merged(forward.part, EARLIER_PART))
             self.earlier += 1
+            self._earlier_of_model += not forward.of_inputs
             self._pending.remove(forward)
             forward.part = EARLIER_PART
         if len(self._pending) >= MAX_PENDING:
@@ -223,7 +230,7 @@ class PendingForwards:
         forward = self._pool[self._used]
         self._used += 1
         forward.part, forward.reach = part, Reach.NONE
-        forward.is_compiled = forward.is_of_parts = forward.is_kept = False
+        forward.is_compiled = forward.is_of_parts = forward.of_inputs = forward.is_kept = False
         self._pending.append(forward)
         return forward
 
@@ -232,7 +239,11 @@ class PendingForwards:
         for forward in forwards:
             self._pending.remove(forward)
             forward.part = -1
-        self.earlier = 0
+        self.earlier = self._earlier_of_model = 0
+
+    def are_of_inputs(self, gone: list[Forward]) -> bool:
+        """Return whether the inputs of these forwards, and of all that were merged, take gradients."""
+        return not self._earlier_of_model and all(forward.of_inputs for forward in gone)
 
     def keep(self, reached: Forward) -> list[int]:
         """Let no backward have reached `reached` and the forwards whose graph was kept; return their parts, if any had been."""
@@ -246,7 +257,7 @@ class PendingForwards:
         self._pending.clear()
         for forward in self._pool[: self._used]:
             forward.part = -1
-        self._used = self.earlier = 0
+        self._used = self.earlier = self._earlier_of_model = 0
 
     def counting(self) -> tuple[tuple[int, ...], int]:
         """Return the parts whose gradients are there, and the number of forwards whose gradients a backward has added up."""

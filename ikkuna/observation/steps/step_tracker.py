@@ -449,10 +449,10 @@ class StepTracker:
 
     def _skip(self, gone: list[Forward]) -> tuple[Decision, ...]:
         """End a step that no optimizer made; forwards that no backward has reached belong to the next one."""
-        parts = self._counting_parts()
+        parts, of_inputs = self._counting_parts(), self._forwards.are_of_inputs(gone)
         self._forwards.discard(gone)
         carried = self._forwards.parts
-        closed = Closed(self.stamp, True, parts, carried)
+        closed = Closed(self.stamp, True, parts, carried, of_inputs=of_inputs)
         if carried:
             return closed, Opened(self.stamp, is_carried=True)
         self._reset()
