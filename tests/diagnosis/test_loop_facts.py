@@ -13,7 +13,7 @@ LABELS = (INPUTS[:, 0] > 0).long()
 LOSS = nn.CrossEntropyLoss()
 NEW = {
     *("steps_left_out", "no_batch", "repeated_backward", "same_random_numbers", "rate_squared", "frozen_statistics"),
-    "unbounded_loss",
+    *("unbounded_loss", "loss_scale"),
 }
 
 
@@ -135,6 +135,18 @@ def gradients_of_single_terms_first(model, optimizer, steps):
         optimizer.step()
 
 
+def gradients_of_micro_batches_first(model, optimizer, steps):
+    for number, x, y in batches(steps):
+        losses = [LOSS(model(inputs), y) for inputs in (x, INPUTS[16 * number % 496 :][:16])]
+        for loss in losses:
+            optimizer.zero_grad()
+            loss.backward(retain_graph=True)
+        optimizer.zero_grad()
+        for loss in losses:
+            (loss / 2).backward()
+        optimizer.step()
+
+
 def attacked(order):
     def loop(model, optimizer, steps):
         for _, x, y in batches(steps):
@@ -208,6 +220,7 @@ LOOPS = {
     "two backward passes": (two_backward_passes, {"repeated_backward": "warning"}),
     "one micro-batch twice": (one_micro_batch_twice, {"repeated_backward": "warning"}),
     "two losses": (two_losses, {}),
+    "gradients of micro-batches first": (gradients_of_micro_batches_first, {}),
     "attack on the inputs": (attacked("before"), {}),
     "attack on the inputs, cleared between forward and backward": (attacked("between"), {}),
     "gradients of single terms first": (gradients_of_single_terms_first, {}),

@@ -145,6 +145,7 @@ class BackwardHooks:
             or (self.running and self._was_undone())
         ):
             context.parameters.forget_gradients()
+            self._loss.gradients_cleared()
             context.apply(context.tracker.gradients_cleared(reached))
 
     def _was_undone(self) -> bool:

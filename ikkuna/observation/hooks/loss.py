@@ -245,6 +245,10 @@ class LossHooks:
             self._stop_looking()
             self.is_looking = False
 
+    def gradients_cleared(self) -> None:
+        """Forget the backwards whose gradients were thrown away."""
+        self._undivided = 0
+
     # -- the loss module ------------------------------------------------------------------------------------------
 
     def loss_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
