@@ -1613,6 +1613,23 @@ def test_gradients_before_clipping(bus, model, loop):
         assert norms["weight_gradients", "0", step] < 1.1e-3
 
 
+@pytest.mark.parametrize("kind", ["weight_gradients_unclipped", "weight_micro_gradients"])
+def test_gradients_of_a_backward_alone_where_the_root_is_never_called(bus, kind):
+    """From the second step on, also if nothing of the forward is wanted."""
+    torch.manual_seed(2)
+    model, expected = nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 2)]), {}
+    optimizer = sgd(model)
+    exporter, norms = recorded(bus, model, (kind,))
+    for step in range(4):
+        optimizer.zero_grad()
+        model[1](model[0](torch.randn(4, 3)).tanh()).square().mean().backward()
+        if step:
+            expected |= {(kind, str(i), step): model[i].weight.grad.norm().item() for i in range(2)}
+        optimizer.step()
+    exporter.close()
+    assert norms == pytest.approx(expected, rel=1e-6)
+
+
 def test_gradients_before_clipping_of_optimizers_that_take_turns(bus):
     """Only those of the parameters whose optimizer steps, although the other ones have gradients."""
     torch.manual_seed(2)
