@@ -284,8 +284,8 @@ class StepCycle:
                 case Merged(source, target):
                     if (rows := self._context.recorder.rows) is not None:
                         rows.merge_part(source, target)
-                case Restarted(parts, parameters):
-                    self._restart(parts, parameters)
+                case Restarted():
+                    self._restart(decision)
                 case Closed():
                     self._close(decision)
                 case Awaited(stamp):
@@ -336,14 +336,16 @@ class StepCycle:
         if not (self._context.recorder.plan.forward or self._context.model.is_compiled):
             self._hooks.modules.install(self._plans.of(stamp))
 
-    def _restart(self, parts: tuple[int, ...], parameters: bool) -> None:
+    def _restart(self, restarted: Restarted) -> None:
         if (rows := self._context.recorder.rows) is None:
             return
-        for part in parts:
+        for part in restarted.parts:
             rows.drop_part(part)
-        if MICRO_PART in parts:
+        for part in restarted.anew:
+            rows.drop_backward(part, self._hooks.losses.takes_arguments)
+        if MICRO_PART in restarted.parts:
             rows.renew_stamp()
-        if parameters:
+        if restarted.parameters:
             rows.drop(frozenset((*PARAMETER_KINDS, *self._context.recorder.plan.states)))
             self._hooks.optimizers.step_ended()
 
@@ -352,7 +354,7 @@ class StepCycle:
     def _close(self, closed: Closed) -> None:
         bus, context, optimizers = self._bus, self._context, self._hooks.optimizers
         if closed.skipped:
-            self._count_thrown_away(closed.stamp.global_step)
+            self._count_thrown_away(closed)
         else:
             if optimizers.table.is_used or optimizers.untrained.settled is None:
                 optimizers.before_close()
@@ -375,15 +377,21 @@ class StepCycle:
             step.evaluate(bus)
         bus.drain(wait=self._exchange.gather is not None and self._exchange.must_wait(closed.stamp))
         context.stopwatch.step_ended()
-        if plan is not None and plan.needs_losses_alone:
+        # the beginning of the next step ends an evaluation inside of this one
+        if plan is not None and plan.needs_losses_alone and not self._validation.is_open:
             self._idle.begin(self._plans)
 
-    def _count_thrown_away(self, step: int) -> None:
-        """Count gradients that no optimizer has used; report once that most are so, unless a gradient scaler skips steps."""
+    def _count_thrown_away(self, closed: Closed) -> None:
+        """Count gradients that no optimizer has used; report once that most are so.
+
+        Steps that a gradient scaler may have skipped do not count, nor do backwards for gradients of the inputs.
+        """
         context, events = self._context, self._context.events
-        if context.loss_scale.is_used:
+        if context.loss_scale.is_used or closed.of_inputs:
             return
-        events.gradients_cleared(step, sum([named.parameter._version for named in context.parameters.all]))
+        events.gradients_cleared(
+            closed.stamp.global_step, sum([named.parameter._version for named in context.parameters.all])
+        )
         if (
             self.steps
             and events.thrown_away >= max(_MANY_THROWN_AWAY, self.steps)

@@ -17,7 +17,8 @@ _PASS_IT = "pass its module, as in loss = nn.CrossEntropyLoss() and watch(model,
 class Validation:
     """Records the losses of evaluations in the training loop as the pass ``validation``, beside the recorder of the training.
 
-    A loss belongs to it if it is computed without gradients, after a forward of an evaluation, see `LoopEvents.is_evaluating`.
+    A loss belongs to it if it is computed without gradients, after a forward of an evaluation, see `LoopEvents.is_evaluating`,
+    or while all modules of a model that is never called as a whole are in evaluation mode.
     The evaluations between two steps are one pass, and so are those inside a step, because the weights are the same in all of them.
     The inputs of the model are recorded as well, if the last evaluation is at least 10 steps ago.
     Nothing else is: an open step and the hooks of modules stay as they are.

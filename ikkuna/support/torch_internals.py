@@ -57,6 +57,11 @@ set_grad_enabled: Callable[[bool], object] = getattr(_C, "_set_grad_enabled", to
 graph_task: Callable[[], int] = getattr(_C, "_current_graph_task_id", lambda: -1)
 """Return the number of the backward that runs on this thread, or -1; without it, -1: a checkpoint's second forward is not recognised."""
 
+keeps_graph: Callable[[], bool] = getattr(
+    getattr(_C, "_autograd", None), "_get_current_graph_task_keep_graph", lambda: False
+)
+"""Return whether the running backward keeps its graph; without it, ``False``: forwards that it alone has reached do not count later."""
+
 cuda_stream_handle: Callable[[int], int] | None = getattr(_C, "_cuda_getCurrentRawStream", None)
 """Return the handle of the current stream of a CUDA device; without it, ``None``: the documented function takes ten times as long."""
 

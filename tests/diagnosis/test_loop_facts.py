@@ -13,7 +13,7 @@ LABELS = (INPUTS[:, 0] > 0).long()
 LOSS = nn.CrossEntropyLoss()
 NEW = {
     *("steps_left_out", "no_batch", "repeated_backward", "same_random_numbers", "rate_squared", "frozen_statistics"),
-    "unbounded_loss",
+    *("unbounded_loss", "loss_scale"),
 }
 
 
@@ -126,6 +126,44 @@ def two_losses(model, optimizer, steps):
         optimizer.step()
 
 
+def gradients_of_single_terms_first(model, optimizer, steps):
+    for _, x, y in batches(steps):
+        terms = LOSS(model(x), y), model(x + 1).square().mean()
+        for term in (*terms, terms[0] + 0.1 * terms[1]):
+            optimizer.zero_grad()
+            term.backward(retain_graph=True)
+        optimizer.step()
+
+
+def gradients_of_micro_batches_first(model, optimizer, steps):
+    for number, x, y in batches(steps):
+        losses = [LOSS(model(inputs), y) for inputs in (x, INPUTS[16 * number % 496 :][:16])]
+        for loss in losses:
+            optimizer.zero_grad()
+            loss.backward(retain_graph=True)
+        optimizer.zero_grad()
+        for loss in losses:
+            (loss / 2).backward()
+        optimizer.step()
+
+
+def attacked(order):
+    def loop(model, optimizer, steps):
+        for _, x, y in batches(steps):
+            for _ in range(4):
+                x = x.detach().requires_grad_()
+                if order == "before":
+                    model.zero_grad()
+                loss = LOSS(model(x), y)
+                if order == "between":
+                    model.zero_grad()
+                loss.backward()
+                x = x + 0.01 * x.grad.sign()
+            step(model, optimizer, x.detach(), y)
+
+    return loop
+
+
 def seed_in_the_loop(model, optimizer, steps):
     for _, x, y in batches(steps):
         torch.manual_seed(3)
@@ -182,6 +220,10 @@ LOOPS = {
     "two backward passes": (two_backward_passes, {"repeated_backward": "warning"}),
     "one micro-batch twice": (one_micro_batch_twice, {"repeated_backward": "warning"}),
     "two losses": (two_losses, {}),
+    "gradients of micro-batches first": (gradients_of_micro_batches_first, {}),
+    "attack on the inputs": (attacked("before"), {}),
+    "attack on the inputs, cleared between forward and backward": (attacked("between"), {}),
+    "gradients of single terms first": (gradients_of_single_terms_first, {}),
     "seed in the loop": (seed_in_the_loop, {"same_random_numbers": "warning"}),
     "seed without a draw": (seed_without_a_draw, {}),
     "plain": (plain, {}),

@@ -15,11 +15,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.func import functional_call
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
+import ikkuna
 from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
+    ClippingSubscriber,
+    GlobalNormSubscriber,
     GradientNoiseScaleSubscriber,
     LossSubscriber,
     NormSubscriber,
@@ -1185,6 +1188,28 @@ def test_gradients_thrown_away(bus, order, set_to_none):
     assert {key: norms[key] for key in expected} == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_gradients_of_single_terms_are_thrown_away(bus, model, forwards, set_to_none):
+    """All forwards of the step and the layer gradients of the last backward, if those of single terms are cleared."""
+    optimizer, seen, expected = sgd(model), Outputs(model[0]), {}
+    exporter, norms = recorded(bus, model)
+    for step in range(3):
+        seen.clear()
+        outputs = [model(torch.randn(4, 3)) for _ in range(forwards)]
+        terms = outputs[0].square().mean(), outputs[-1].mean()
+        for term in (*terms, terms[0] + 0.1 * terms[1]):
+            optimizer.zero_grad(set_to_none)
+            seen.gradients.clear()
+            term.backward(retain_graph=True)
+        expected["activations", "0", step] = joint(seen.values)
+        expected["layer_gradients", "0", step] = joint(seen.gradients)
+        optimizer.step()
+    exporter.close()
+    assert {key: norms[key] for key in expected} == pytest.approx(expected, rel=1e-6)
+    assert {step for *_, step in norms} == {0, 1, 2}
+
+
 def test_a_scaler_skips_between_forward_and_backward(bus, model):
     """The next step has no value of the skipped step, also if ``zero_grad()`` stands between forward and backward."""
     optimizer = sgd(model)
@@ -1586,6 +1611,68 @@ def test_gradients_before_clipping(bus, model, loop):
         if step or ("weight_gradients_unclipped", "0", step) in norms:
             assert norms["weight_gradients_unclipped", "0", step] == pytest.approx(value, rel=1e-5)
         assert norms["weight_gradients", "0", step] < 1.1e-3
+
+
+@pytest.mark.parametrize("kind", ["weight_gradients_unclipped", "weight_micro_gradients"])
+def test_gradients_of_a_backward_alone_where_the_root_is_never_called(bus, kind):
+    """From the second step on, also if nothing of the forward is wanted."""
+    torch.manual_seed(2)
+    model, expected = nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 2)]), {}
+    optimizer = sgd(model)
+    exporter, norms = recorded(bus, model, (kind,))
+    for step in range(4):
+        optimizer.zero_grad()
+        model[1](model[0](torch.randn(4, 3)).tanh()).square().mean().backward()
+        if step:
+            expected |= {(kind, str(i), step): model[i].weight.grad.norm().item() for i in range(2)}
+        optimizer.step()
+    exporter.close()
+    assert norms == pytest.approx(expected, rel=1e-6)
+
+
+def test_gradients_before_clipping_of_optimizers_that_take_turns(bus):
+    """Only those of the parameters whose optimizer steps, although the other ones have gradients."""
+    torch.manual_seed(2)
+    model, expected, shares = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), {}, []
+    optimizers = sgd(model[0]), sgd(model[1])
+    exporter, norms = recorded(bus, model, ("weight_gradients", "weight_gradients_unclipped"))
+    bus.register_subscriber(ClippingSubscriber(backend="null"))
+    bus.register_subscriber(
+        CallbackSubscriber("clipped_share", lambda message: shares.append(message.data), backend="null")
+    )
+    for step in range(6):
+        part = step % 2
+        optimizers[part].zero_grad()
+        model(torch.randn(4, 2)).mean().backward()
+        expected["weight_gradients_unclipped", str(part), step] = model[part].weight.grad.norm().item()
+        optimizers[part].step()
+    exporter.close()
+    found = {key: norm for key, norm in norms.items() if key[0] == "weight_gradients_unclipped"}
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert set(shares) == {0.0}
+
+
+@pytest.mark.parametrize("rules", [None, "default"])
+def test_an_old_gradient_of_a_frozen_part(rules, tmp_path, caplog):
+    """Nothing, once no optimizer has the part: it is the gradient of an earlier step."""
+    torch.manual_seed(2)
+    model, recording = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), RecordingBackend()
+    options = {"every": 1, "backend": recording, "log_dir": tmp_path, "verbosity": 0}
+    with ikkuna.watch(model, GlobalNormSubscriber(), ClippingSubscriber(), rules=rules, **options):
+        optimizer, expected = sgd(model), []
+        for step in range(8):
+            if step == 4:
+                model[0].requires_grad_(False)
+                optimizer = sgd(model[2])
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).square().mean().backward()
+            trained = [p.grad for p in model.parameters() if p.requires_grad]
+            expected.append(joint(trained))
+            optimizer.step()
+    assert model[0].weight.grad is not None
+    for kind in ("gradients_global_norm", "gradient_norm_unclipped"):
+        assert [v for series, v, _ in recording.values if series.kind == kind] == pytest.approx(expected, rel=1e-6)
+    assert "get gradients" not in caplog.text
 
 
 def test_unclipped_gradients_beside_micro_batches(bus, model):

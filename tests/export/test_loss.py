@@ -143,6 +143,36 @@ def test_a_step_that_a_scaler_skips_shows_no_loss():
     assert list(watched.shown().values()) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("every", [1, 4])
+def test_the_loss_behind_cleared_gradients_of_its_terms(given, every):
+    # the weights of the terms are computed from their gradients, as for physics-informed networks
+    model, criterion, losses, rates = network(), nn.CrossEntropyLoss(), {}, {}
+    watched = Watched(
+        model,
+        loss=criterion if given else None,
+        subscribers=[
+            lambda **o: LossSubscriber(every=every, **o),
+            lambda **o: TrainAccuracySubscriber(every=every, **o),
+        ],
+    )
+    optimizer = sgd(model)
+    for step in range(12):
+        outputs = model(X)
+        term, penalty = criterion(outputs, Y), outputs.square().mean()
+        for _ in range(2 if step % 3 == 2 else 0):
+            optimizer.zero_grad()
+            (3 * term).backward(retain_graph=True)
+        optimizer.zero_grad()
+        loss = term if given else term + 0.1 * penalty
+        loss.backward()
+        optimizer.step()
+        losses[step], rates[step] = loss.item(), (outputs.argmax(1) == Y).double().mean().item()
+    shown = watched.shown()
+    assert shown == pytest.approx({step: losses[step] for step in range(0, 12, every)}, rel=1e-6)
+    assert watched.shown("train_accuracy") == pytest.approx({step: rates[step] for step in range(0, 12, every)})
+
+
 def test_closure_shows_the_last_evaluation():
     model, evaluations, expected = network(), [], {}
     watched = Watched(model)
@@ -221,6 +251,29 @@ def test_the_loss_of_another_model_through_the_same_module_does_not_count(how, a
     assert watched.shown() == pytest.approx({n: value for n, (value, _) in expected.items()}, rel=1e-6)
     accuracies = watched.shown("train_accuracy")
     assert accuracies == pytest.approx({n: value for n, (_, value) in expected.items()})
+
+
+@pytest.mark.parametrize("how", ["train", "ask", "prepare"])
+def test_the_loss_of_another_model_does_not_count_beside_models_that_the_loop_calls(how):
+    layers, loss, others, expected = network(), nn.CrossEntropyLoss(), OfOthers(), {}
+    model = nn.ModuleDict({"encoder": layers[:2], "decoder": layers[2:]})
+    watched, optimizer = Watched(model, loss=loss, subscribers=(LossSubscriber, TrainAccuracySubscriber)), sgd(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        getattr(others, how)(loss)
+        outputs = model["decoder"](model["encoder"](X))
+        getattr(others, how)(loss)
+        value = loss(outputs, Y)
+        with torch.no_grad():
+            loss(outputs, Y)  # a figure of the model
+        getattr(others, how)(loss)
+        value.backward()
+        optimizer.step()
+        expected[step] = value.item(), (outputs.argmax(1) == Y).double().mean().item()
+    del expected[0]  # shows that the model is never called as a whole
+    assert watched.shown() == pytest.approx({step: value for step, (value, _) in expected.items()}, rel=1e-6)
+    accuracies = watched.shown("train_accuracy")
+    assert accuracies == pytest.approx({step: value for step, (_, value) in expected.items()})
 
 
 def test_the_loss_of_a_model_between_others_is_its_own():

@@ -151,6 +151,63 @@ def test_a_validation_between_accumulated_batches_leaves_the_step_as_it_is(tmp_p
     assert shown(handle, pass_name="training") == pytest.approx(expected, rel=1e-6)
 
 
+def test_validations_inside_of_steps_that_are_only_counted_are_a_pass_each(tmp_path):
+    loop = Loop()
+    with ikkuna.watch(loop.model, loop.criterion, log_dir=tmp_path, every=50) as handle:
+        for step in range(60):
+            loop.backward(X, Y)
+            if step % 6 == 5:
+                loop.evaluate(HELD_OUT, step=step)
+            loop.update()
+    assert shown(handle) == pytest.approx(loop.losses, rel=1e-6)
+    assert shown(handle, "accuracy") == pytest.approx(loop.accuracies)
+
+
+class Parts:
+    """An encoder and a decoder that the loop calls, of which each is switched to another mode by itself."""
+
+    def __init__(self, parts):
+        self.parts, self.training = parts, True
+
+    def __call__(self, x):
+        for part in self.parts.values():
+            x = part(x)
+        return x
+
+    def train(self, mode=True):
+        for part in self.parts.values():
+            part.train(mode)
+
+
+def test_models_that_are_called_by_the_loop_are_validated(tmp_path):
+    loop = Loop()
+    parts = nn.ModuleDict({"encoder": loop.model[:3], "decoder": loop.model[3:]})
+    loop.model = Parts(parts)
+    with ikkuna.watch(parts, loop.criterion, log_dir=tmp_path, every=3) as handle:
+        for step in range(12):
+            loop.backward(X, Y)
+            loop.update()
+            if step % 4 == 2:
+                loop.evaluate(HELD_OUT, OTHER)
+    assert shown(handle) == pytest.approx(loop.losses, rel=1e-6)
+    assert shown(handle, "accuracy") == pytest.approx(loop.accuracies)
+    sampled = {step: losses[0] for step, losses in loop.trained.items() if step % 3 == 0 and step}
+    assert shown(handle, pass_name="training") == pytest.approx(sampled, rel=1e-6)
+
+
+def test_a_loss_of_outputs_of_parts_that_train_in_evaluation_mode_is_no_validation(tmp_path):
+    loop = Loop()
+    parts = nn.ModuleDict({"encoder": loop.model[:3], "decoder": loop.model[3:]}).eval()
+    with ikkuna.watch(parts, loop.criterion, log_dir=tmp_path, every=1) as handle:
+        for _ in range(4):
+            outputs = parts["decoder"](parts["encoder"](X))
+            with torch.no_grad():
+                loop.criterion(outputs, Y)
+            loop.criterion(outputs, Y).backward()
+            loop.update()
+    assert "validation" not in handle.read().passes()
+
+
 def test_an_evaluation_in_training_mode_counts_if_it_is_apart(tmp_path):
     loop = Loop()
     with ikkuna.watch(loop.model, loop.criterion, log_dir=tmp_path) as handle:

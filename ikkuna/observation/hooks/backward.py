@@ -15,7 +15,7 @@ from ikkuna.observation.hooks.loss import LossHooks
 from ikkuna.observation.hooks.nested_tensors import Leaves
 from ikkuna.observation.model.parameters import Backward, GradientState
 from ikkuna.observation.steps.forwards import Forward
-from ikkuna.support.torch_internals import graph_task, sequence_number
+from ikkuna.support.torch_internals import graph_task, keeps_graph, sequence_number
 
 _MOST_OUTPUTS = 64
 
@@ -94,7 +94,7 @@ class BackwardHooks:
 
     def reach(self, forward: Forward) -> int:
         """Report that the running backward has reached a forward; return the part to which gradients are recorded, or -1."""
-        running = self.running.get(task := graph_task()) or self._begin(task)
+        running = self.running.get(task := graph_task()) or self._begin(task, forward)
         kind = running.kind
         if kind is Backward.PASSES_BY:
             return -1
@@ -103,7 +103,7 @@ class BackwardHooks:
             running.forwards.append(forward)
             if kind is not Backward.CHECKPOINTED:
                 captured = kind is Backward.CAPTURES
-                if decisions := self.context.tracker.backward_reached(forward, captured):
+                if decisions := self.context.tracker.backward_reached(forward, captured, keeps_graph()):
                     self.context.apply(decisions)
             if len(running.forwards) == 1:
                 self._loss.backward_begins(forward.part if accumulates else forward.provisional_part)
@@ -111,11 +111,12 @@ class BackwardHooks:
 
     def reach_latest(self) -> int | None:
         """Report that the running backward has reached the forward that it reached last, or else the latest one."""
-        reached = (self.running.get(task := graph_task()) or self._begin(task)).forwards
+        latest = self.context.tracker.latest
+        reached = (self.running.get(task := graph_task()) or self._begin(task, latest)).forwards
         forward = reached[-1] if reached else self.context.tracker.latest
         return None if forward is None else self.reach(forward)
 
-    def _begin(self, task: int) -> _Running:
+    def _begin(self, task: int, forward: Forward | None) -> _Running:
         parameters = self.context.parameters
         before_kind = sequence_number()
         kind = parameters.backward_kind()
@@ -123,22 +124,29 @@ class BackwardHooks:
         if kind is Backward.PASSES_BY and parameters.are_frozen() and accumulates_gradients():
             kind = Backward.ACCUMULATES
         if kind is Backward.ACCUMULATES and (parameters.noted is not None or self.running):
-            self.report_cleared()
+            self.report_cleared(forward)
         before = parameters.gradient_state() if kind is Backward.CHECKPOINTED else None
         running = self.running[task] = _Running(kind, before)
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         Variable._execution_engine.queue_callback(partial(self._ended, task, is_distributed))
         return running
 
-    def report_cleared(self) -> None:
-        """Report gradients that were cleared since the last backward; during another pass the open step waits."""
+    def report_cleared(self, reached: Forward | None = None) -> None:
+        """Report gradients that were cleared since the last backward; during another pass the open step waits.
+
+        Parameters
+        ----------
+        reached : Forward, optional
+            The forward that the running backward has reached first.
+        """
         context = self.context
         if context.tracker.pass_name == TRAINING and (
             (context.parameters.noted is not None and context.parameters.gradients_cleared())
             or (self.running and self._was_undone())
         ):
             context.parameters.forget_gradients()
-            context.apply(context.tracker.gradients_cleared())
+            self._loss.gradients_cleared()
+            context.apply(context.tracker.gradients_cleared(reached))
 
     def _was_undone(self) -> bool:
         """Whether a backward has raised, so that its end was not seen, and its gradients were cleared since."""

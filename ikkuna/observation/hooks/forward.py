@@ -118,6 +118,7 @@ class ForwardHooks:
         if calls and (forward := calls[0]) is not None:
             if len(calls) == 1:
                 forward.began = sequence_number()
+                forward.of_inputs = any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
             context.native.permit_outputs(context.recorder, forward)
 
     def _record_evaluated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -232,6 +232,10 @@ class LossHooks:
             self._stop_looking()
             self.is_looking = False
 
+    def gradients_cleared(self) -> None:
+        """Forget the backwards whose gradients were thrown away."""
+        self._undivided = 0
+
     # -- the loss module ------------------------------------------------------------------------------------------
 
     def loss_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -239,7 +243,7 @@ class LossHooks:
         context, given = self.context, (*args, *kwargs.values())
         if in_backward() or not isinstance(output, Tensor):
             return
-        is_evaluated = self._is_evaluated(output)
+        is_evaluated = self._is_evaluated(output, given)
         is_training = context.tracker.pass_name == TRAINING and not is_evaluated
         if not is_evaluated and self.has_loss and context.recorder.rows is None and context.observer is None:
             return
@@ -275,11 +279,19 @@ class LossHooks:
         else:
             record(checks)
 
-    def _is_evaluated(self, loss: Tensor) -> bool:
-        """Return whether a loss is that of an evaluation in the training loop."""
-        if loss.requires_grad or torch.is_grad_enabled():
+    def _is_evaluated(self, loss: Tensor, arguments: Sequence[Any] = ()) -> bool:
+        """Return whether a loss is that of an evaluation in the training loop.
+
+        Forwards of a model that is never called as a whole are not seen: its loss is one if all of its modules are in evaluation mode,
+        unless it is computed from outputs of the training.
+        """
+        context = self.context
+        if loss.requires_grad or torch.is_grad_enabled() or context.tracker.pass_name != TRAINING:
             return False
-        return self.context.tracker.pass_name == TRAINING and self.context.events.is_evaluating
+        if context.events.is_evaluating or not context.tracker.is_rootless:
+            return context.events.is_evaluating
+        is_trained = any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+        return not (is_trained or any(named.module.training for named in context.model.modules))
 
     def _record_call(
         self, module: nn.Module, arguments: Sequence[Any], output: Tensor, part: int, recorder: Recorder
@@ -375,10 +387,15 @@ class LossHooks:
             value = each()
         if value is not None and value.is_cpu and is_one_number(value) and not math.isfinite(value.item()):
             self._report_broken_weights()
-        if not (self._was_called or self._knows_labels):
+        if self.takes_arguments:
             for outputs, labels, ignored in arguments:
                 seen = {"network_output": outputs, "input_labels": labels, **({} if loss is None else {"loss": loss})}
                 self._record_arguments(seen, part, ignored, recorder)
+
+    @property
+    def takes_arguments(self) -> bool:
+        """Whether outputs and labels are those that the losses of a backward have saved."""
+        return not (self._was_called or self._knows_labels)
 
     def _report_broken_weights(self) -> None:
         """Report weights that are not finite, unless all are: the step that follows a loss of NaN makes all of them so."""
@@ -407,7 +424,7 @@ class LossHooks:
 
     def _read_objective(self, roots: Sequence[Any], outputs: list[Tensor]) -> None:
         """Read what a backward in training is called on: the arguments of its losses, and in the first steps the whole graph."""
-        if not (is_known := self._was_called or self._knows_labels):
+        if not (is_known := not self.takes_arguments):
             self._arguments = loss_arguments(roots, outputs)
         if (objective := self.objective) is None or World.here().size > 1:
             return

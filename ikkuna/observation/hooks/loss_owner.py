@@ -107,7 +107,8 @@ class LossOwner:
     """Finds whether a call of the loss module is one for the watched model, or for another that is called beside it.
 
     In a training step the graph of the loss shows that, see `is_of_another_model`.  Without a graph, although the model has recorded one,
-    the loss is that of a teacher or the like, unless the module received what the model has returned.
+    the loss is that of a teacher or the like, unless the module received what the model has returned.  What a model returns that is never
+    called as a whole is not known: there it must have received something with a graph.
     In an evaluation it is that of another model, as of an average of the weights, if the module received nothing that the model has
     returned, although it has received that in evaluations before.
 
@@ -161,7 +162,7 @@ class LossOwner:
             return False  # parameters that a rank has gathered are no longer those of the model
         if loss.requires_grad:
             return is_of_another_model(loss, recorded, outputs, own)
-        if not recorded or torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not (recorded or context.tracker.is_rootless):
             return False
         for x in arguments:
             if isinstance(x, Tensor) and (x.requires_grad or share_memory(x, outputs)):

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import jit, nn
 
-from ikkuna.metrics.messages.kinds import FORWARD_KINDS, OBSERVED
+from ikkuna.metrics.messages.kinds import FORWARD_KINDS, MICRO_KINDS, OBSERVED, UNCLIPPED_KINDS
 from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.numerics.statistics.native.hook_functions import Function
@@ -19,6 +19,9 @@ from ikkuna.observation.rows.plan import Plan, Site
 from ikkuna.observation.steps.step_tracker import State
 from ikkuna.support.failures import log
 from ikkuna.support.modules import NamedModule
+
+_OF_BACKWARD = frozenset(("loss", *MICRO_KINDS, *UNCLIPPED_KINDS))
+"""Kinds of which nothing is recorded in a backward unless the step has begun before it."""
 
 _NO_SITES = ObservedSites()
 
@@ -201,7 +204,7 @@ class ModuleHooks:
             self._are_early, self._wishes = False, ()
         self.installed_for = plan
         # the calls of its parts are the only sign of a model that is never called as a whole
-        needs_calls = self._context.tracker.is_rootless and "loss" in plan.kinds
+        needs_calls = self._context.tracker.is_rootless and not plan.kinds.isdisjoint(_OF_BACKWARD)
         if not (plan.forward or needs_calls):
             return False
         self._complete = None

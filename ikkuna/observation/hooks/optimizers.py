@@ -181,6 +181,7 @@ class OptimizerHooks:
         self.table = ParameterTable(context)
         self._by_hand: bool | None = None  # not known before the first step
         self._rescaled = 0
+        self._used: set[int] = set()  # ids of the parameters whose gradients the step uses or no optimizer will
 
     # -- hooks ----------------------------------------------------------------------------------------------------
 
@@ -213,6 +214,7 @@ class OptimizerHooks:
         if not context.recorder.plan.parameters:
             return
         observed = parameters.of(optimizer)
+        self._note_used(owned, unowned)
         self.table.weights(observed if self.table.is_used else parameters.all, observed, bool(owners.shared))
         if not closure:
             self._count_gradients(observed)
@@ -273,8 +275,11 @@ class OptimizerHooks:
             self.table.weights(parameters.all, parameters.all)
 
     def before_close(self) -> None:
-        """Record the updates of parameters that several optimizers own."""
-        self.table.updates(self.context.parameters.all)
+        """Record the updates of parameters that several optimizers own, and forget gradients that the step has not used."""
+        parameters = self.context.parameters.all
+        self.table.updates(parameters)
+        if self._used:
+            self.table.drop_unclipped([named for named in parameters if id(named.parameter) not in self._used])
         if self.untrained.settled is None:
             self.untrained.step_ended()
 
@@ -285,6 +290,7 @@ class OptimizerHooks:
         self.rates, self.settings = {}, {}
         self.has_closure = False
         self.gradients = 0
+        self._used = set()
 
     # -- measurements ---------------------------------------------------------------------------------------------
 
@@ -294,6 +300,11 @@ class OptimizerHooks:
         add_rates(optimizer, self.rates)
         if self.context.recorder.plan.parameters:
             self.settings |= zip(list(self.rates)[known:], map(settings_of, optimizer.param_groups), strict=True)
+
+    def _note_used(self, owned: Iterable[int], unowned: Iterable[NamedParameter]) -> None:
+        """Remember which gradients count before they are clipped: those that the step uses, and those that no optimizer ever will."""
+        if self.context.recorder.plan.unclipped_gradients:
+            self._used.update(owned, (id(named.parameter) for named in unowned if named.parameter.requires_grad))
 
     def _count_gradients(self, observed: Iterable[NamedParameter]) -> None:
         if self.context.recorder.plan.reports_parameters:  # a loop in Python takes longer

@@ -407,8 +407,14 @@ class ParameterTable:
         self._record_gradients(_GRADIENTS, parameters, scale)
 
     def unowned_gradients(self) -> None:
-        """Record the gradients of parameters that no optimizer has, which no gradient scaler has unscaled."""
-        self._record_gradients(_GRADIENTS, self.context.parameters.owners().unowned, self.context.loss_scale.factor)
+        """Record the gradients of parameters that no optimizer has, which no gradient scaler has unscaled.
+
+        A frozen one may have kept a gradient of an earlier step, which is none of this step.
+        """
+        unowned: Sequence[NamedParameter] = self.context.parameters.owners().unowned
+        if not all(named.parameter.requires_grad for named in unowned):
+            unowned = [named for named in unowned if named.parameter.requires_grad] or ()
+        self._record_gradients(_GRADIENTS, unowned, self.context.loss_scale.factor)
 
     def unclipped_gradients(self) -> None:
         """Record gradients at the end of a backward, in place of those that an earlier backward of the step has left.
@@ -422,6 +428,13 @@ class ParameterTable:
             if context.parameters.held.have_changed():
                 context.parameters.refresh()
             self._record_gradients(_UNCLIPPED, context.parameters.all, context.loss_scale.factor, UNCLIPPED_PART)
+
+    def drop_unclipped(self, parameters: Iterable[NamedParameter]) -> None:
+        """Forget the gradients before clipping of some parameters."""
+        wanted, recorder = self._wanted(_UNCLIPPED), self.context.recorder
+        keys = [wanted[id(named.parameter)] for named in parameters if id(named.parameter) in wanted]
+        if keys:
+            recorder.drop_part(UNCLIPPED_PART, [recorder.index.row(*key) for key in keys])
 
     def _record_gradients(
         self, kinds: tuple[str, str], parameters: Sequence[NamedParameter], scale: Tensor | None, part: int = 0

@@ -456,7 +456,9 @@ class UntrainedParameters:
         found = {
             id(named.parameter): named
             for named in unowned
-            if id(named.parameter) not in self._unowned and named.parameter.grad is not None
+            if id(named.parameter) not in self._unowned
+            and named.parameter.requires_grad
+            and named.parameter.grad is not None
         }
         if found and self.names_unowned:
             self._unowned |= found.keys()

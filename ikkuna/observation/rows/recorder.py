@@ -107,10 +107,10 @@ class Recorder:
         rows.close(parts)
         return rows
 
-    def drop_part(self, part: int) -> None:
-        """Forget the measurements of a part of the open step."""
+    def drop_part(self, part: int, rows: Iterable[int] | None = None) -> None:
+        """Forget the measurements of a part of the open step, or some rows of it."""
         if self.rows is not None:
-            self.rows.drop_part(part)
+            self.rows.drop_part(part, rows)
 
     def wants(self, site: Site) -> bool:
         """Return whether a tensor of this site would be measured now."""

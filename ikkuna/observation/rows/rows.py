@@ -321,10 +321,20 @@ class Rows:
             part.clear(rows)
             part.together = {r: value for r, value in part.together.items() if r.kinds[0] not in kinds}
 
-    def drop_part(self, number: int) -> None:
-        """Forget the measurements of a part."""
+    def drop_part(self, number: int, rows: Iterable[int] | None = None) -> None:
+        """Forget the measurements of a part, or some rows of it."""
         if (part := self._parts.get(number)) is not None:
-            part.clear()
+            part.clear(rows)
+
+    def drop_backward(self, number: int, with_arguments: bool) -> None:
+        """Forget what a backward has added to a part; `with_arguments` if those of the loss are among that."""
+        if (part := self._parts.get(number)) is None:
+            return
+        kinds = ("layer_gradients", "input_labels") if with_arguments else ("layer_gradients",)
+        totals = [row for row, how in part.reductions.items() if how == "total"]
+        part.clear([*self.index.rows_of(frozenset(kinds)), *totals])
+        if with_arguments:
+            part.together = {}
 
     def renew_stamp(self) -> None:
         """Replace the stamp by an equal one; subscribers that keep values of a step notice the restart by its identity."""

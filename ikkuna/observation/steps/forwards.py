@@ -37,10 +37,14 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The measurements of some parts belong to no step; `parameters` if those of the parameters do not either."""
+    """The measurements of some parts belong to no step; `parameters` if those of the parameters do not either.
+
+    Of the parts `anew` this holds for what a backward has added to them, because another one goes through the same forwards.
+    """
 
     parts: tuple[int, ...]
     parameters: bool = False
+    anew: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,8 @@ class Closed:
         The optimizers that have stepped.
     micro_batches : int
         Number of forwards whose gradients a backward has added up; 0 if no backward could be seen.
+    of_inputs : bool
+        Whether all gradients that a skipped step has thrown away are those of forwards whose inputs took gradients.
     """
 
     stamp: Stamp
@@ -69,6 +75,7 @@ class Closed:
     carried: tuple[int, ...] = ()
     optimizers: frozenset[int] = frozenset()
     micro_batches: int = 0
+    of_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +135,10 @@ class Forward:
         Whether it consists of calls of modules outside any root.
     began : int
         The number of the first node that autograd records in it.
+    of_inputs : bool
+        Whether its inputs take gradients, as in an attack on them, or if another network has computed them.
+    is_kept : bool
+        Whether the last backward through it has kept its graph, so that another one can follow.
     """
 
     part: int
@@ -136,6 +147,8 @@ class Forward:
     is_compiled: bool = False
     is_of_parts: bool = False
     began: int = 0
+    of_inputs: bool = False
+    is_kept: bool = False
 
     @property
     def provisional_part(self) -> int:
@@ -172,7 +185,7 @@ class PendingForwards:
         self._pending: list[Forward] = []
         self._pool: list[Forward] = []
         self._used = 0
-        self.earlier = 0
+        self.earlier = self._earlier_of_model = 0
 
     @property
     def latest(self) -> Forward | None:
@@ -200,6 +213,7 @@ class PendingForwards:
         for forward in [f for f in self._pending if f.reach is Reach.ACCUMULATED] if self._pending else ():
             decisions.append(Merged(forward.part, EARLIER_PART))
             self.earlier += 1
+            self._earlier_of_model += not forward.of_inputs
             self._pending.remove(forward)
             forward.part = EARLIER_PART
         if len(self._pending) >= MAX_PENDING:
@@ -216,7 +230,7 @@ class PendingForwards:
         forward = self._pool[self._used]
         self._used += 1
         forward.part, forward.reach = part, Reach.NONE
-        forward.is_compiled = forward.is_of_parts = False
+        forward.is_compiled = forward.is_of_parts = forward.of_inputs = forward.is_kept = False
         self._pending.append(forward)
         return forward
 
@@ -225,14 +239,25 @@ class PendingForwards:
         for forward in forwards:
             self._pending.remove(forward)
             forward.part = -1
-        self.earlier = 0
+        self.earlier = self._earlier_of_model = 0
+
+    def are_of_inputs(self, gone: list[Forward]) -> bool:
+        """Return whether the inputs of these forwards, and of all that were merged, take gradients."""
+        return not self._earlier_of_model and all(forward.of_inputs for forward in gone)
+
+    def keep(self, reached: Forward) -> list[int]:
+        """Let no backward have reached `reached` and the forwards whose graph was kept; return their parts, if any had been."""
+        kept = [f for f in self.reached if f.is_kept or f is reached]
+        for forward in kept:
+            forward.reach = Reach.NONE
+        return [forward.part for forward in kept]
 
     def clear(self) -> None:
         """Discard all forwards at the end of a step, so that their objects can be used again."""
         self._pending.clear()
         for forward in self._pool[: self._used]:
             forward.part = -1
-        self._used = self.earlier = 0
+        self._used = self.earlier = self._earlier_of_model = 0
 
     def counting(self) -> tuple[tuple[int, ...], int]:
         """Return the parts whose gradients are there, and the number of forwards whose gradients a backward has added up."""

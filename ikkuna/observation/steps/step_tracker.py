@@ -399,7 +399,7 @@ class StepTracker:
         """The latest forward of a compiled graph that no backward has reached."""
         return self._forwards.latest_compiled
 
-    def backward_reached(self, forward: Forward, captured: bool = False) -> tuple[Decision, ...]:
+    def backward_reached(self, forward: Forward, captured: bool = False, is_kept: bool = False) -> tuple[Decision, ...]:
         """Handle a backward that has gone through a forward.
 
         Parameters
@@ -408,7 +408,10 @@ class StepTracker:
             Which one.
         captured : bool
             Whether ``torch.autograd.grad`` returns the gradients of parameters, rather than adding them up.
+        is_kept : bool
+            Whether the backward keeps the graph.
         """
+        forward.is_kept = is_kept
         reach = Reach.CAPTURED if captured else Reach.ACCUMULATED
         if forward.part < FIRST_PART or forward.reach >= reach:
             return ()
@@ -422,25 +425,34 @@ class StepTracker:
         forward.reach = Reach.ACCUMULATED
         return (Merged(forward.provisional_part, forward.part),)
 
-    def gradients_cleared(self) -> tuple[Decision, ...]:
-        """Handle gradients that were thrown away: what they came from belongs to no step, unless an optimizer has used them."""
+    def gradients_cleared(self, reached: Forward | None = None) -> tuple[Decision, ...]:
+        """Handle gradients that were thrown away: what they came from belongs to no step, unless an optimizer has used them.
+
+        Parameters
+        ----------
+        reached : Forward, optional
+            The forward through which a backward goes now.  What it and other forwards whose graph was kept have computed still counts.
+        """
         if self.optimizers.stepped:
             return ()
         gone = self._forwards.reached
         if not gone and not self._forwards.earlier:
             return ()
-        if self.state is State.OPEN:
+        kept = () if reached is None else tuple(self._forwards.keep(reached))
+        if not kept and self.state is State.OPEN:
             return self._skip(gone)
+        gone = [f for f in gone if f.part not in kept]
         parts = tuple(part for f in gone for part in (f.part, f.provisional_part))
         self._forwards.discard(gone)
-        return (Restarted((*GRADIENT_PARTS, EARLIER_PART, *parts)),)
+        provisional = tuple(part + 1 for part in kept)
+        return (Restarted((*GRADIENT_PARTS, EARLIER_PART, *parts, *provisional), anew=kept),)
 
     def _skip(self, gone: list[Forward]) -> tuple[Decision, ...]:
         """End a step that no optimizer made; forwards that no backward has reached belong to the next one."""
-        parts = self._counting_parts()
+        parts, of_inputs = self._counting_parts(), self._forwards.are_of_inputs(gone)
         self._forwards.discard(gone)
         carried = self._forwards.parts
-        closed = Closed(self.stamp, True, parts, carried)
+        closed = Closed(self.stamp, True, parts, carried, of_inputs=of_inputs)
         if carried:
             return closed, Opened(self.stamp, is_carried=True)
         self._reset()
