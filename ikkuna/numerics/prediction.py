@@ -324,7 +324,7 @@ def z_loss_row(logits: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=rows.device)
     for block in rows.split(max(1, _BLOCK // max(1, rows.shape[1]))):
         normalizer = (block if block.dtype is torch.float64 else block.float()).logsumexp(1)
-        total = total + torch.where(normalizer.isfinite(), normalizer, torch.nan).square().sum(dtype=torch.float64)
+        total = total + torch.where(normalizer.isfinite(), normalizer, torch.nan).double().square().sum()
     return torch.stack([total, torch.full_like(total, len(rows))])
 
 

@@ -37,3 +37,4 @@ def test_minus_infinity_excludes_a_class_and_others_make_it_nan():
         assert math.isnan(z_loss_row(torch.tensor([[1.0, bad], [0.0, 0.0]]))[0].item())
     assert math.isnan(z_loss_row(torch.full((1, 3), -math.inf))[0].item())
     assert z_loss_row(torch.empty(0, 3)).tolist() == [0.0, 0.0]
+    assert z_loss_row(torch.tensor([[1e30, 0.0]])).tolist() == pytest.approx([1e60, 1.0])
