@@ -118,7 +118,9 @@ class ForwardHooks:
         if calls and (forward := calls[0]) is not None:
             if len(calls) == 1:
                 forward.began = sequence_number()
-                forward.of_inputs = any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
+                for x in (*args, *kwargs.values()):
+                    if isinstance(x, Tensor) and x.requires_grad:
+                        forward.of_inputs = True
             context.native.permit_outputs(context.recorder, forward)
 
     def _record_evaluated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -208,9 +210,8 @@ class ForwardHooks:
     def root_ends(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Handle the end of a root's call; `output` is ``None`` if the call has raised."""
         context, thread = self.context, get_ident()
-        if not (calls := context.tracker.calls[thread].running):
-            return
-        if graph_task() != -1 and not in_reentrant_checkpoint():
+        calls = context.tracker.calls[thread].running
+        if not calls or (graph_task() != -1 and not in_reentrant_checkpoint()):
             return
         if (forward := context.tracker.forward_ends(thread)) is None:
             if not calls:
@@ -224,7 +225,8 @@ class ForwardHooks:
         is_counted = context.recorder.plan.counts_forwards
         if (is_counted or context.observer is not None) and torch.is_grad_enabled():
             outputs = [("", output)] if isinstance(output, Tensor) else leaves(output)
-            self._loss.owner.forward_ended(outputs, range(forward.began, sequence_number()))
+            if context.model.loss is not None:
+                self._loss.owner.forward_ended(outputs, range(forward.began, sequence_number()))
             if is_counted:
                 self._backward.arm(outputs, forward)
 

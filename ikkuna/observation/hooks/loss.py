@@ -214,14 +214,16 @@ class LossHooks:
             What it has returned, as far as that is known.
         """
         self._unreached = forward, thread, recorded
-        self.owner.forward_ended(outputs, recorded)
+        if self.context.model.loss is not None:
+            self.owner.forward_ended(outputs, recorded)
         if self.is_looking:
             self._stop_looking()
         self._stop_looking, self.is_looking = self.look(), True
 
     def step_ended(self) -> None:
         """Forget what was seen in the step."""
-        self.owner.step_ended()
+        if self.context.model.loss is not None:
+            self.owner.step_ended()
         self._is_usually_called = self._is_usually_called or self._was_called
         self._was_called = self._is_unowned = self._knows_labels = False
         self._arguments, self._outputs, self._losses, self._unreached = [], [], [], _NONE

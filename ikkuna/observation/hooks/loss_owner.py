@@ -127,8 +127,6 @@ class LossOwner:
 
     def forward_ended(self, outputs: Leaves, recorded: range) -> None:
         """Remember the memory of what a forward has returned, and the numbers of the nodes recorded in it."""
-        if self._context.model.loss is None:
-            return
         if recorded:
             self._recorded.append(recorded)
         self._returned += _memories(outputs)
