@@ -2,16 +2,20 @@
 
 The rate of alarms is printed with its 95 % interval (Garwood's, of a Poisson number).  Each training is made from its number, and its two
 series are a file, so that a collection can be continued, and scored again after a change of the score without training.
+``findings`` repeats the trainings with an alarm of the loss while they are watched, and prints what the user is told of each.
 
     python benchmarks/healthy_losses.py train --cases 500 --directory /tmp/healthy_losses
     python benchmarks/healthy_losses.py table --directory /tmp/healthy_losses
+    python benchmarks/healthy_losses.py findings --directory /tmp/healthy_losses
     python benchmarks/healthy_losses.py train --held-out --first 80000 --cases 480 --directory /tmp/held_out
 """
 
 import argparse
+import logging
 import math
+import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
 from pydoc_data import topics
@@ -23,6 +27,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 
+import ikkuna
 from ikkuna.numerics.spike_score import LIMIT, spike_scores
 
 STEPS = 400
@@ -362,8 +367,11 @@ def schedule(kind, step):
     return 0.1 ** (step // 200) if kind == "steps" else 1.0
 
 
-def train(number, steps, families=FAMILIES):
-    """Return the losses and the gradient norms of a training; optimizers that take turns have a loss for both together."""
+def train(number, steps, families=FAMILIES, watch=None):
+    """Return the losses and the gradient norms of a training; optimizers that take turns have a loss for both together.
+
+    `watch` is called with the trained model, or several in a ``ModuleDict``, and returns its exporter.
+    """
     torch.manual_seed(number)
     random = np.random.default_rng(number)
     size, rate = SIZES[number // len(families) % len(SIZES)], float(random.choice([1.0, 0.3]))
@@ -376,6 +384,7 @@ def train(number, steps, families=FAMILIES):
         for weights, _ in parts
     ]
     losses, norms = [], []
+    exporter = None if watch is None else watch(trained_model(parts))
     for step in range(steps):
         i = step % len(parts)
         weights, loss = parts[i]
@@ -389,7 +398,49 @@ def train(number, steps, families=FAMILIES):
         optimizers[i].step()
         losses.append(value.item())
         norms.append(norm.item())
+    if exporter is not None:
+        exporter.close()
     return np.array(losses), np.array(norms)
+
+
+def trained_model(parts):
+    """Return the modules in the closures of the losses whose weights are trained."""
+    trained = {id(weight) for weights, _ in parts for weight in weights}
+    cells = {id(cell.cell_contents): cell.cell_contents for _, loss in parts for cell in loss.__closure__ or ()}
+    models = [x for x in cells.values() if isinstance(x, nn.Module) and trained.intersection(map(id, x.parameters()))]
+    return models[0] if len(models) == 1 else nn.ModuleDict({f"model{i}": model for i, model in enumerate(models)})
+
+
+def told(number, steps, families, expected):
+    """Return the severities of what a user is told of the loss in a training."""
+    found = []
+
+    def watch(model):
+        return ikkuna.watch(model, log_dir=directory, verbosity=0, on_finding=found.append)
+
+    with tempfile.TemporaryDirectory() as directory:
+        losses, _ = train(number, steps, families, watch)
+    assert losses.tolist() == expected.tolist()
+    return [f"{finding.severity} at {finding.step}" for finding in found if finding.rule == "loss_spike"]
+
+
+def findings(directory, families):
+    """Print what is told of the alarms of each training that has any."""
+    total, alarms = Counter(), 0
+    for file in sorted(directory.glob("*.npz")):
+        with np.load(file) as stored:
+            losses = stored["losses"]
+        steps = np.flatnonzero(spike_scores(losses) > LIMIT)
+        if len(steps):
+            number = int(file.stem)
+            said = told(number, len(losses), families, losses)
+            alarms += len(steps)
+            total.update(each.partition(" ")[0] for each in said)
+            print(
+                f"{number} {families[number % len(families)].__name__}: alarms at {steps.tolist()}; told: {', '.join(said) or 'nothing'}",
+                flush=True,
+            )
+    print(f"{alarms} alarms; told: {dict(total)}")
 
 
 def interval(count, steps):
@@ -424,7 +475,7 @@ def table(directory, families=FAMILIES):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("train", "table"))
+    parser.add_argument("what", choices=("train", "table", "findings"))
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--held-out", action="store_true", help="train the families that were held out")
@@ -433,6 +484,7 @@ def main():
     parser.add_argument("--directory", type=Path, default=Path("healthy_losses"))
     options = parser.parse_args()
     torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
     options.directory.mkdir(parents=True, exist_ok=True)
     families = HELD_OUT if options.held_out else FAMILIES
     for number in range(options.first, options.first + options.cases) if options.what == "train" else ():
@@ -440,7 +492,7 @@ def main():
         if not file.exists() and time.process_time() < options.seconds:
             losses, norms = train(number, options.steps, families)
             np.savez(file, losses=losses, norms=norms)
-    table(options.directory, families)
+    (findings if options.what == "findings" else table)(options.directory, families)
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ class ScoredSeries:
     --------
     >>> series = ScoredSeries()
     >>> len(series.add([*range(64)], [1.0] * 32 + [9.0] + [1.0] * 31)), series.latest[-1]
-    (33, (32, 9.0, inf))
+    (33, (32, 9.0, 16000.0))
     """
 
     def __init__(self) -> None:

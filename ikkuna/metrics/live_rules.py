@@ -191,9 +191,10 @@ class RuleSubscriber(Subscriber):
         self._judged: list[JudgedStep] = []  # steps that are not stored yet
 
     def _reads(self, stamp: Stamp) -> bool:
-        """Return whether the series that have a value in every step are read at a step."""
+        """Return whether the series that have a value in every step are read at a step; so they are at one that is measured itself."""
         if self._asked[0] is not stamp:
-            self._asked = stamp, self._samples(stamp)
+            extra = () if self._host is None else self._host.sampling.extra
+            self._asked = stamp, stamp.global_step in extra or self._samples(stamp)
         return self._asked[1]
 
     @property
@@ -245,10 +246,10 @@ class RuleSubscriber(Subscriber):
             return
         stamp, names = batch.stamp, batch.names.names
         is_read = self._asked[1] if self._asked[0] is stamp else self._reads(stamp)
-        if not is_read and (batch.kind not in ("loss", GRADIENTS) or names[0] is not None):
+        if not is_read and (batch.kind != "loss" or names[0] is not None):
             return
         values = batch.data if isinstance(batch.data, np.ndarray) else batch.records.mean
-        if not is_read and batch.kind == "loss":
+        if not is_read:
             self.judge.defer(LOSS_BETWEEN, None, stamp.global_step, float(values[0]))
             self._keep(_LOSS_BETWEEN, values, stamp.global_step)
         elif len(names) == 1 and stamp.pass_name == TRAINING:  # as the loss, which has a value in every step

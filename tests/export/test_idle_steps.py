@@ -599,3 +599,20 @@ def test_a_step_whose_gradients_jump_is_measured_itself(is_native, at, factor, m
         assert [f.step for f in check(tmp_path / "run0001", rules="default") if f.rule == "gradient_jump"] == [jumped]
     else:
         assert (found["nonfinite"].step, found["nonfinite"].module) == (jumped, "a")
+
+
+@pytest.mark.parametrize("at", [203, 204])
+def test_a_jump_that_the_batch_made_is_an_info_at_every_step(at, tmp_path):
+    """What the movement of the weights explains of it is known, because the step is measured itself."""
+    torch.manual_seed(0)
+    model, loss = Model(), nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    with ikkuna.watch(model, loss, log_dir=tmp_path, verbosity=0) as watched:
+        for step in range(240):
+            x = torch.randn(4, 2)
+            optimizer.zero_grad()
+            loss(model(x, PARTS), x + (100 if step == at else 0)).backward()
+            optimizer.step()
+    (found,) = (each for each in watched.findings if each.rule == "loss_spike")
+    assert (found.step, found.severity) == (at, "info")
+    assert "the batch or its labels made it" in found.message

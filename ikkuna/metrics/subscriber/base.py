@@ -20,7 +20,13 @@ from ikkuna.metrics.messages.batch import BatchNames, MeasuredStep, MessageBatch
 from ikkuna.metrics.messages.message import Message, MessageBundle, NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.metrics.subscriber.state import DeferredRow, pack, types_in, unpack
-from ikkuna.metrics.subscriber.subscription import ModulePattern, Schedule, Subscription, SynchronizedSubscription
+from ikkuna.metrics.subscriber.subscription import (
+    ModulePattern,
+    Sampling,
+    Schedule,
+    Subscription,
+    SynchronizedSubscription,
+)
 from ikkuna.numerics.statistics import needed_fields
 from ikkuna.store.names import SeriesGroup
 from ikkuna.store.quantity import NEUTRAL, Quantity
@@ -67,6 +73,10 @@ class Host(Protocol):
     @property
     def network(self) -> tuple[ModuleEntry, ...]:
         """Names, classes and parameter shapes of the observed modules."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """Which steps are sampled beside those of the subscriptions."""
 
     def register_subscriber(self, subscriber: "Subscriber") -> object:
         """Register a subscriber."""
