@@ -544,3 +544,27 @@ def test_a_step_whose_gradients_jump_is_measured_itself(is_native, at, factor, m
         assert [f.step for f in check(tmp_path / "run0001", rules="default") if f.rule == "gradient_jump"] == [jumped]
     else:
         assert (found["nonfinite"].step, found["nonfinite"].module) == (jumped, "a")
+
+
+def test_no_norm_is_read_of_a_replaced_weight_before_it_is_observed(monkeypatch, tmp_path):
+    """The optimizer steps the new weight, while the old one still has its last gradient."""
+    monkeypatch.setattr("ikkuna.observation.hooks.gradients._SHARE", 1e9)
+    model, loss, norms = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.MSELoss(), []
+    with ikkuna.watch(model, loss, log_dir=tmp_path, verbosity=0) as watched:
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        owned = optimizer.param_groups[0]["params"]
+        for step in range(60):
+            if step == 33:
+                owned[0] = model[0].weight = nn.Parameter(torch.ones(2, 2))
+            if step == 43:
+                model[1] = nn.Linear(2, 2)
+                owned[:] = model.parameters()
+            optimizer.zero_grad()
+            loss(model(torch.randn(4, 2)), torch.randn(4, 2)).backward()
+            norms.append(torch.cat([p.grad.double().flatten() for p in owned]).norm().item())
+            optimizer.step()
+        watched.message_bus.drain(wait=True)
+        curve = watched._attachment.rules.judge.history.curve(GRADIENTS)
+    steps, values = list(curve.steps), list(curve.values)
+    assert {32, 40, 42, 50, 59} <= set(steps)
+    assert values == pytest.approx([norms[step] for step in steps], rel=1e-6)
