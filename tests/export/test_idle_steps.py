@@ -24,7 +24,9 @@ from ikkuna.numerics.statistics.native.hook_functions import hook_functions
 from ikkuna.observation.hooks.gradients import GradientNorm
 from ikkuna.observation.hooks.hook import Hook
 from ikkuna.observation.idle_steps import IdleSteps
+from ikkuna.observation.model.parameters import TrackedParameters
 from ikkuna.observation.step_cycle import StepCycle
+from ikkuna.support.modules import NamedModule
 from tests.diagnosis.test_right_programs import PROGRAMS
 from tests.export.test_turns import PARTS, Descent, Model
 
@@ -568,3 +570,16 @@ def test_no_norm_is_read_of_a_replaced_weight_before_it_is_observed(monkeypatch,
     steps, values = list(curve.steps), list(curve.values)
     assert {32, 40, 42, 50, 59} <= set(steps)
     assert values == pytest.approx([norms[step] for step in steps], rel=1e-6)
+
+
+def test_gradients_that_cannot_be_read_take_no_larger_share_of_the_time(monkeypatch):
+    monkeypatch.setattr("ikkuna.observation.hooks.gradients._SHARE", 0.15)
+    clock = count(step=1.0)
+    monkeypatch.setattr("ikkuna.observation.hooks.gradients.perf_counter", lambda: next(clock))
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
+    parameters = TrackedParameters()
+    parameters.track([NamedModule("0", model[0]), NamedModule("1", model[1])], [model])
+    model(torch.tensor([1])).sum().backward()
+    norm = GradientNorm(parameters)
+    assert norm.read(1.0) is None
+    assert norm.every == 7

@@ -320,8 +320,7 @@ class GradientNorm:
         """
         began = perf_counter()
         norm = None if self._tracked.have_changed() else self._norm()
-        if norm is not None:
-            self.every = math.ceil((perf_counter() - began) / (_SHARE * seconds)) if seconds > 0 else 1
+        self.every = math.ceil((perf_counter() - began) / (_SHARE * seconds)) if seconds > 0 else 1
         return norm
 
     def _norm(self) -> float | None:
