@@ -102,7 +102,8 @@ def watch(
     recorder : bool or RecorderOptions
         Whether the last sampled steps are kept, and written when something goes wrong, see `Exporter.record_steps`.
     schedule : callable, optional
-        A function of the step that returns whether the metrics sample it.
+        A function of the step that returns whether the metrics sample it, in place of their own `every`;
+        with `every`, only steps that both sample are.
     **options : Any
         Further options of the exporter: ``config``, ``resume``, ``verbosity``, ``on_error``, ``kernels`` and ``compiled``.
 
@@ -133,7 +134,8 @@ def watch(
     options, meant = _understood(options, {"loss": loss, "every": every})
     loss, every = _one("loss", meant["loss"], *losses), meant["every"]
     last, severity = (stop, None) if isinstance(stop, int) and not isinstance(stop, bool) else (None, stop)
-    given = {"subsample": every, "start": start, "stop": last, "schedule": schedule}
+    distance = 1 if every is None and schedule is not None else every
+    given = {"subsample": distance, "start": start, "stop": last, "schedule": schedule}
     changes = {name: value for name, value in given.items() if value is not None}
     chosen = _DEFAULT if preset is None and not subscribers else preset
     source = None if chosen is None else load_plugin(GROUP, chosen, Preset)()

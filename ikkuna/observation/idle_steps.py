@@ -160,7 +160,7 @@ class IdleSteps:
         self._on_host: tuple[object, bool] = (), True
         self._steps = 0
         # gradients
-        self._gradients, self._gradient_threshold = GradientNorm(()), math.inf
+        self._gradients, self._gradient_threshold = GradientNorm(context.parameters), math.inf
         self._norm_of: object = None
         self._norm_due = 0
 
@@ -208,9 +208,9 @@ class IdleSteps:
         self._counted.gradients_at = -1
         if not thresholds:
             return
-        parameters, norm = self._context.parameters.all, self._gradients
-        if self._norm_of is not parameters:
-            self._norm_of, norm = parameters, GradientNorm(parameters)
+        parameters, norm = self._context.parameters, self._gradients
+        if self._norm_of is not parameters.all:
+            self._norm_of, norm = parameters.all, GradientNorm(parameters)
             self._gradients, self._norm_due = norm, 0
         self._gradient_threshold = min(thresholds)
         ahead = self._norm_due - self._tracker.stamp.global_step

@@ -227,7 +227,7 @@ class RunningStatisticsSubscriber(PlotSubscriber):
     """
 
     quantity = Quantity("deviations", low=0.0, scale="log", zero="good", larger="bad")
-    needs_model = True
+    reads_model = True
 
     def __init__(self, **options: Any) -> None:
         name_results(options, "running_mean_distance", "running_variance_distance")
@@ -297,7 +297,7 @@ class ModuleStateSubscriber(PlotSubscriber):
 
     quantity = Quantity(low=0.0, high=1.0, scale="share")
     merge = "max"
-    needs_model = True
+    reads_model = True
     state = ("_shown",)
 
     def __init__(self, **options: Any) -> None:

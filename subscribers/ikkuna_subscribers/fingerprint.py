@@ -284,7 +284,7 @@ class BufferReplicaSubscriber(PlotSubscriber):
 
     quantity = Quantity(low=0.0, zero="good", larger="bad")
     merge = "ranks"
-    needs_model = True
+    reads_model = True
 
     def __init__(self, **options: Any) -> None:
         name_results(options, *(f"buffers_ranks_unequal{end}" for end in ("", "_first", "_last")))

@@ -354,7 +354,7 @@ class WeightDecaySubscriber(UpdateSubscriber):
 
     quantity = Quantity(low=0.0, high=1.0, scale="share")
     result = "weight_decay_share"
-    needs_model = True
+    reads_model = True
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -74,7 +74,7 @@ def different_arguments(rank, size):
     return train([installed.NormSubscriber("weights", p=3 + rank, publishes="norm", backend="null")])
 
 
-def _train_ahead(rank, name):
+def _train_ahead(rank, name, *made):
     """Train; rank 1 makes step 4 after rank 0 has made all steps, so a rank 0 that waited for it would never end."""
     store = World.here().store
 
@@ -87,7 +87,7 @@ def _train_ahead(rank, name):
             store.set(name, "")
         dist.barrier()
 
-    return train(norms(), before, before_close=before_close)
+    return train([*norms(), *made], before, before_close=before_close)
 
 
 def state_on_one_rank(rank, size):
@@ -126,6 +126,12 @@ def nothing_to_resume(rank, size):
 def late(rank, size):
     """Rank 1 is late; rank 0 does not wait for it."""
     return _train_ahead(rank, "late")
+
+
+def late_while_modules_are_read(rank, size):
+    """As before, with subscribers that read the model's modules and optimizers, and do not run it."""
+    classes = installed.BufferReplicaSubscriber, installed.ModuleStateSubscriber, installed.WeightDecaySubscriber
+    return _train_ahead(rank, "late while modules are read", *(made(backend="null") for made in classes))
 
 
 def far_behind(rank, size):

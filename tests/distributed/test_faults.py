@@ -14,6 +14,7 @@ from tests.distributed.test_strategies import differences
 NAMES = (
     *("attached_on_one_rank", "attached_on_both_again", "different_subscribers", "different_arguments", "late"),
     *(
+        "late_while_modules_are_read",
         "far_behind",
         "closed_early",
         "silent_at_the_end",
@@ -95,11 +96,12 @@ def test_if_rank_0_has_no_run_to_continue_all_ranks_raise(two):
     assert second == f"rank 0: {first}"
 
 
-def test_no_rank_waits_for_one_that_is_late(two):
-    first, second = (outcome["late"] for outcome in two)
+@pytest.mark.parametrize("scenario", ["late", "late_while_modules_are_read"])
+def test_no_rank_waits_for_one_that_is_late(two, scenario):
+    first, second = (outcome[scenario] for outcome in two)
     assert first["published"] == second["published"]
     assert len({key[2] for key in first["published"]}) == faults.STEPS, "nothing is lost"
-    assert not errors(two[0], "late")
+    assert not errors(two[0], scenario)
     assert first["health"].dropped == 0
 
 

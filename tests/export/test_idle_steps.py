@@ -24,8 +24,10 @@ from ikkuna.numerics.statistics.native.hook_functions import hook_functions
 from ikkuna.observation.hooks.gradients import GradientNorm
 from ikkuna.observation.hooks.hook import Hook
 from ikkuna.observation.idle_steps import IdleSteps
+from ikkuna.observation.model.parameters import TrackedParameters
 from ikkuna.observation.step_cycle import StepCycle
 from ikkuna.store import read_run
+from ikkuna.support.modules import NamedModule
 from tests.diagnosis.test_right_programs import PROGRAMS
 from tests.export.test_turns import PARTS, Descent, Model
 
@@ -616,3 +618,40 @@ def test_a_jump_that_the_batch_made_is_an_info_at_every_step(at, tmp_path):
     (found,) = (each for each in watched.findings if each.rule == "loss_spike")
     assert (found.step, found.severity) == (at, "info")
     assert "the batch or its labels made it" in found.message
+
+
+def test_no_norm_is_read_of_a_replaced_weight_before_it_is_observed(monkeypatch, tmp_path):
+    """The optimizer steps the new weight, while the old one still has its last gradient."""
+    monkeypatch.setattr("ikkuna.observation.hooks.gradients._SHARE", 1e9)
+    model, loss, norms = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.MSELoss(), []
+    with ikkuna.watch(model, loss, log_dir=tmp_path, verbosity=0) as watched:
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        owned = optimizer.param_groups[0]["params"]
+        for step in range(60):
+            if step == 33:
+                owned[0] = model[0].weight = nn.Parameter(torch.ones(2, 2))
+            if step == 43:
+                model[1] = nn.Linear(2, 2)
+                owned[:] = model.parameters()
+            optimizer.zero_grad()
+            loss(model(torch.randn(4, 2)), torch.randn(4, 2)).backward()
+            norms.append(torch.cat([p.grad.double().flatten() for p in owned]).norm().item())
+            optimizer.step()
+        watched.message_bus.drain(wait=True)
+        curve = watched._attachment.rules.judge.history.curve(GRADIENTS)
+    steps, values = list(curve.steps), list(curve.values)
+    assert {32, 40, 42, 50, 59} <= set(steps)
+    assert values == pytest.approx([norms[step] for step in steps], rel=1e-6)
+
+
+def test_gradients_that_cannot_be_read_take_no_larger_share_of_the_time(monkeypatch):
+    monkeypatch.setattr("ikkuna.observation.hooks.gradients._SHARE", 0.15)
+    clock = count(step=1.0)
+    monkeypatch.setattr("ikkuna.observation.hooks.gradients.perf_counter", lambda: next(clock))
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
+    parameters = TrackedParameters()
+    parameters.track([NamedModule("0", model[0]), NamedModule("1", model[1])], [model])
+    model(torch.tensor([1])).sum().backward()
+    norm = GradientNorm(parameters)
+    assert norm.read(1.0) is None
+    assert norm.every == 7

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ikkuna
+from ikkuna import schedules
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.subscriber import NormSubscriber
 
@@ -63,6 +64,19 @@ def test_an_optimizer_is_accepted(watch, model):
 def test_one_number_sets_the_steps_of_all_metrics(watch, name):
     handle = watch(NormSubscriber("weights"), rules=None, recorder=False, **{name: 7})
     assert periods(handle) == {7}
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, {3, 4, 9, 10}), ({"every": 2}, {4, 10})])
+def test_a_schedule_sets_the_steps_of_all_metrics(watch, model, options, expected):
+    """Those of the preset sample every tenth step by themselves."""
+    handle = watch(CRITERION, rules=None, recorder=False, schedule=schedules.at(3, 4, 9, 10), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(14):
+        optimizer.zero_grad()
+        CRITERION(model(torch.ones(2, 4)), torch.tensor([0, 1])).backward()
+        optimizer.step()
+    handle.close()
+    assert set(handle.history("loss").steps) == set(handle.history("weights_norm2", "0").steps) == expected
 
 
 def test_the_older_name_of_every_keeps_working_for_metrics():

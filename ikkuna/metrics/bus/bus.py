@@ -174,7 +174,7 @@ class MessageBus(Delivery):
         self._check_registration(subscriber)
         Run(self.log_dir or "run").prepare(subscriber.backends)
         subscriber._host = self
-        if subscriber.needs_model:
+        if subscriber.takes_model:
             self._lend_model(subscriber)
         registered = Registered(subscriber, self.error_guard.call, self.sampling)
         try:

@@ -250,6 +250,9 @@ class Subscriber(metaclass=_RegisteringType):
     needs_model : bool
         Whether it runs the model over its own data.
         From registration on, ``self.evaluate`` is then the exporter's, and `modules` are the modules themselves.
+        On several ranks delivery waits for the others at the steps that it samples.
+    reads_model : bool
+        Whether ``measure`` reads `modules` or `optimizers`, but the model is not run: no rank waits for another.
     of_network : bool
         Whether its results belong to the whole network although its inputs belong to modules.
     needs_whole : bool
@@ -295,6 +298,7 @@ class Subscriber(metaclass=_RegisteringType):
     derived: bool = False
     sees_skipped: bool = False
     needs_model: bool = False
+    reads_model: bool = False
     of_network: bool = False
     needs_steps: Subscription | None = None
     needs_whole: bool = False
@@ -375,19 +379,24 @@ class Subscriber(metaclass=_RegisteringType):
         return self._host.network if self._host is not None else ()
 
     @property
+    def takes_model(self) -> bool:
+        """Whether it runs or reads the model, see `needs_model` and `reads_model`."""
+        return self.needs_model or self.reads_model
+
+    @property
     def modules(self) -> tuple[NamedModule, ...]:
-        """The modules it subscribes to, to read and not to change; empty before registration or without `needs_model`."""
-        if self._host is None or not self.needs_model:
+        """The modules it subscribes to, to read and not to change; empty before registration or if `takes_model` is false."""
+        if self._host is None or not self.takes_model:
             return ()
         return tuple(named for named in self._host.modules if self.subscription.matches(named.name))
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """The optimizers of the model, to read and not to change; empty before registration or without `needs_model`."""
-        return () if self._host is None or not self.needs_model else self._host.optimizers
+        """The optimizers of the model, to read and not to change; empty before registration or if `takes_model` is false."""
+        return () if self._host is None or not self.takes_model else self._host.optimizers
 
     def begin(self) -> None:
-        """Prepare for training; called at registration if `needs_model` is set and the model has been added.
+        """Prepare for training; called at registration if `takes_model` is true and the model has been added.
 
         An exception is raised by the registration.
         """

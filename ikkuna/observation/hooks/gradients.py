@@ -2,7 +2,6 @@
 
 import math
 import weakref
-from collections.abc import Iterable
 from operator import attrgetter
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -22,9 +21,9 @@ from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.hooks.hook import Hook
 from ikkuna.observation.hooks.nested_tensors import Leaves, with_batch_sizes
 from ikkuna.observation.hooks.parameter_table import ParameterTable, Wanted
+from ikkuna.observation.model.parameters import TrackedParameters
 from ikkuna.observation.rows.plan import Key, Site
 from ikkuna.observation.steps.forwards import MICRO_PART, Forward
-from ikkuna.support.modules import NamedParameter
 from ikkuna.support.torch_internals import GLOBAL_FORWARD_HOOKS
 
 _MICRO_GRADIENTS = "weight_micro_gradients", "bias_micro_gradients"
@@ -294,7 +293,7 @@ class GradientNorm:
 
     Parameters
     ----------
-    parameters : iterable of NamedParameter
+    tracked : TrackedParameters
         The parameters; one that several modules have counts once.
 
     Attributes
@@ -303,22 +302,29 @@ class GradientNorm:
         The number of steps from the last reading to the next one.
     """
 
-    def __init__(self, parameters: Iterable[NamedParameter]) -> None:
-        self._parameters = list({id(named.parameter): named.parameter for named in parameters}.values())
+    def __init__(self, tracked: TrackedParameters) -> None:
+        self._tracked = tracked
+        self._parameters = list({id(named.parameter): named.parameter for named in tracked.all}.values())
         count = len(self._parameters)
         self._statistics, self._memory = HostStatistics(), ListMemory(count)
         self._rows, self._flags = np.arange(count), np.full(count, flags_of(_SQUARES), np.int32)
         self.every = 1
 
     def read(self, seconds: float) -> float | None:
-        """Return the norm; ``None`` if there is no gradient, or one that the native library cannot read.
+        """Return the norm; ``None`` if there is no gradient, one that the native library cannot read, or a parameter was replaced.
 
         Parameters
         ----------
         seconds : float
             The time of a step.
         """
-        began, kernels = perf_counter(), self._statistics.kernels
+        began = perf_counter()
+        norm = None if self._tracked.have_changed() else self._norm()
+        self.every = math.ceil((perf_counter() - began) / (_SHARE * seconds)) if seconds > 0 else 1
+        return norm
+
+    def _norm(self) -> float | None:
+        kernels = self._statistics.kernels
         if kernels is None or kernels.reader is None or not self._parameters:
             return None
         gradients = list(map(_GRADIENT, self._parameters))
@@ -326,6 +332,4 @@ class GradientNorm:
         values, _ = self._statistics.take(len(gradients))
         if len(left) or not values[:, 0].any():
             return None
-        norm = math.hypot(*Records(values, _SQUARES).l2_norm.tolist())
-        self.every = math.ceil((perf_counter() - began) / (_SHARE * seconds)) if seconds > 0 else 1
-        return norm
+        return math.hypot(*Records(values, _SQUARES).l2_norm.tolist())

@@ -137,6 +137,10 @@ class TrackedParameters:
         holders = self._note_contents()
         self._set_tracked(*self._resolve(holders))
 
+    def have_changed(self) -> bool:
+        """Return whether the model has other modules or parameters than when they were tracked."""
+        return self.children.have_changed() or self.held.have_changed()
+
     def refresh(self) -> None:
         """Find the parameters again if the user has replaced some, as ``load_state_dict(assign=True)`` and ``fully_shard`` do."""
         observed, of_model = self._resolve(self._note_contents())
