@@ -191,7 +191,7 @@ class RuleSubscriber(Subscriber):
         self._judged: list[JudgedStep] = []  # steps that are not stored yet
 
     def _reads(self, stamp: Stamp) -> bool:
-        """Return whether the series that have a value in every step are read at a step; so they are at one that is measured itself."""
+        """Return whether series with a value in every step are read at a step; at one that is measured itself they are."""
         if self._asked[0] is not stamp:
             extra = () if self._host is None else self._host.sampling.extra
             self._asked = stamp, stamp.global_step in extra or self._samples(stamp)

@@ -605,7 +605,7 @@ def test_a_step_whose_gradients_jump_is_measured_itself(is_native, at, factor, m
 
 @pytest.mark.parametrize("at", [203, 204])
 def test_a_jump_that_the_batch_made_is_an_info_at_every_step(at, tmp_path):
-    """What the movement of the weights explains of it is known, because the step is measured itself."""
+    """The step is measured itself, so it is known what the movement of the weights explains of the jump."""
     torch.manual_seed(0)
     model, loss = Model(), nn.MSELoss()
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
