@@ -302,7 +302,7 @@ def judging() -> Found:
     idle = [i for i in range(rules.PERIOD) if i % 10]
     for title, chosen, options in (
         ("judging the loss of every step, mlp", idle, {"rules": ["loss_spike"], "recorder": False}),
-        ("all judging, mean, mlp", list(range(rules.PERIOD)), {"rules": ["loss_spike", "nonfinite"]}),
+        ("all judging, mean, mlp", list(range(rules.PERIOD)), {"rules": ["loss_spike", "gradient_jump", "nonfinite"]}),
     ):
         with tempfile.TemporaryDirectory() as directory:
             work, run = MODELS["mlp"](), torch.autograd._engine_run_backward

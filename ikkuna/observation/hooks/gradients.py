@@ -285,11 +285,11 @@ class _Parameter(NamedTuple):
 
 _GRADIENT = attrgetter("grad")
 _SQUARES = needed_fields(("sumsq",))
-_SHARE = 0.0025
+_SHARE = 0.001
 
 
 class GradientNorm:
-    """Reads the global norm of gradients of the host, as often as that takes a 400th of the time of the steps.
+    """Reads the global norm of gradients of the host, as often as that takes a thousandth of the time of the steps.
 
     Parameters
     ----------

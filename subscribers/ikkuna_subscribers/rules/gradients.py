@@ -104,7 +104,7 @@ class GradientJumpRule(Rule):
 
     Threshold: a spike score of 10, as for losses, see `ikkuna.numerics.spike_score`.
     The norm is that of the gradients as the optimizer receives them: where they are sampled, and on the host in steps between as often as
-    reading them takes a 400th of the time.  A step that was read so, and jumps, is measured itself from its optimizer on.
+    reading them takes a thousandth of the time.  A step that was read so, and jumps, is measured itself from its optimizer on.
     An info, because one large gradient may do no harm; if it does, the loss shows that.
     Cannot see: the first 16 values; steps in which the norm is not read; gradients that are clipped.
     """
