@@ -22,6 +22,7 @@ from ikkuna.diagnosis.stored_judgement import JudgementBackend
 from ikkuna.diagnosis.stored_values import RuleValuesFormat, read_rule_values
 from ikkuna.export.messages import NetworkMessage, Stamp
 from ikkuna.metrics.live_rules import RuleSubscriber
+from ikkuna.metrics.subscriber.subscription import Sampling
 from ikkuna.numerics.statistics import Record
 from ikkuna.report import write_report
 from ikkuna.store.append_file import ReplacedEnd
@@ -46,7 +47,9 @@ class Watched:
         self.run = Run(directory)
         self.rules = RuleSubscriber(["batch_finished", "loss"], Judge(get_rules(rules)))
         self.rules._host = SimpleNamespace(
-            open_run=lambda: self.run, thread=SimpleNamespace(subscriber_is_running=True)
+            open_run=lambda: self.run,
+            sampling=Sampling(),
+            thread=SimpleNamespace(subscriber_is_running=True),
         )
 
     def step(self, number, loss):
