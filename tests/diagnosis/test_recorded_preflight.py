@@ -1,6 +1,7 @@
 """Mistakes that `watch` finds in the loss at the first step, and training that is the same with and without."""
 
 import random
+import re
 import threading
 from functools import partial
 
@@ -244,7 +245,8 @@ def test_no_call_begins_after_the_time(clock, step, tmp_path, monkeypatch):
     monkeypatch.setattr(recorded_preflight.time, clock, iter(range(0, 10**7, step)).__next__)
     watched = train(SCORES, negative, CLASSES, tmp_path)
     assert named(watched) == set()
-    assert "the time of 0.5 s was over before the optimum, the lower bound" in watched.findings.note
+    note = watched.findings.note  # other threads look at the clock as well, so an earlier check may be left out too
+    assert re.search(r"the time of 0.5 s was over before .*optimum", note)
     assert "ikkuna.preflight(" in watched.findings.note
 
 
