@@ -101,18 +101,8 @@ class IdleSteps:
         *("__weakref__", "_arguments", "_bus", "_call", "_computing", "_context", "_control", "_counted"),
         *("_counting_ended", "_gradient_threshold", "_gradients", "_handlers", "_has_counted", "_hooks"),
         *("_is_shared", "_left", "_lock", "_logged", "_loss_arguments", "_losses", "_norm_due", "_norm_of"),
-        *(
-            "_number",
-            "_objective",
-            "_on_host",
-            "_optimizer",
-            "_output",
-            "_owned",
-            "_plan",
-            "_plans",
-            "_queue",
-            "_rates",
-        ),
+        *("_number", "_objective", "_on_host", "_optimizer", "_output", "_owned"),
+        *("_plan", "_plans", "_queue", "_rates"),
         *("_refusals", "_root", "_run", "_steps", "_stop_looking", "_thread", "_thread_state", "_tracker", "_waits"),
     )
 
@@ -214,9 +204,8 @@ class IdleSteps:
             self._gradients, self._norm_due = norm, 0
         self._gradient_threshold = min(thresholds)
         ahead = self._norm_due - self._tracker.stamp.global_step
-        self._counted.gradients_at = min(
-            max(ahead, 0), norm.every
-        )  # the training may have been resumed at an earlier step
+        # at most `every`, because the training may have been resumed at an earlier step
+        self._counted.gradients_at = min(max(ahead, 0), norm.every)
 
     def _takes_gradients(self) -> bool:
         """Read the gradients of the open step if that is due; return whether their norm is usual, as far as it is known."""
