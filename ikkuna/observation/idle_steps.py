@@ -1,6 +1,5 @@
 """Counts steps of which nothing but the loss is wanted by a few hooks, without the step tracker."""
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from threading import RLock, get_ident
@@ -99,11 +98,10 @@ class IdleSteps:
     # `CountedSteps`.
     __slots__ = (
         *("__weakref__", "_arguments", "_bus", "_call", "_computing", "_context", "_control", "_counted"),
-        *("_counting_ended", "_gradient_threshold", "_gradients", "_handlers", "_has_counted", "_hooks"),
-        *("_is_shared", "_left", "_lock", "_logged", "_loss_arguments", "_losses", "_norm_due", "_norm_of"),
-        *("_number", "_objective", "_on_host", "_optimizer", "_output", "_owned"),
-        *("_plan", "_plans", "_queue", "_rates"),
-        *("_refusals", "_root", "_run", "_steps", "_stop_looking", "_thread", "_thread_state", "_tracker", "_waits"),
+        *("_counting_ended", "_gradients", "_handlers", "_has_counted", "_hooks", "_is_shared", "_left", "_lock"),
+        *("_logged", "_loss_arguments", "_losses", "_number", "_objective", "_on_host", "_optimizer", "_output"),
+        *("_owned", "_plan", "_plans", "_queue", "_rates", "_refusals", "_root", "_run", "_steps", "_stop_looking"),
+        *("_thread", "_thread_state", "_tracker", "_waits"),
     )
 
     def __init__(
@@ -149,10 +147,7 @@ class IdleSteps:
         self._losses, self._rates = StepLosses(), list[list[Any]]()
         self._on_host: tuple[object, bool] = (), True
         self._steps = 0
-        # gradients
-        self._gradients, self._gradient_threshold = GradientNorm(context.parameters), math.inf
-        self._norm_of: object = None
-        self._norm_due = 0
+        self._gradients = GradientNorm(context.parameters)
 
     @property
     def steps(self) -> int:
@@ -196,32 +191,21 @@ class IdleSteps:
     def _begin_gradients(self, thresholds: Sequence[float]) -> None:
         """Set the first step whose gradients are read, if any subscriber wants them."""
         self._counted.gradients_at = -1
-        if not thresholds:
-            return
-        parameters, norm = self._context.parameters, self._gradients
-        if self._norm_of is not parameters.all:
-            self._norm_of, norm = parameters.all, GradientNorm(parameters)
-            self._gradients, self._norm_due = norm, 0
-        self._gradient_threshold = min(thresholds)
-        ahead = self._norm_due - self._tracker.stamp.global_step
-        # at most `every`, because the training may have been resumed at an earlier step
-        self._counted.gradients_at = min(max(ahead, 0), norm.every)
+        if thresholds:
+            self._gradients.threshold = min(thresholds)
+            self._counted.gradients_at = self._gradients.expect(self._tracker.stamp.global_step)
 
-    def _takes_gradients(self) -> bool:
+    def _has_usual_gradients(self) -> bool:
         """Read the gradients of the open step if that is due; return whether their norm is usual, as far as it is known."""
         counted, losses, norm = self._counted, self._losses, self._gradients
         if (count := counted.count) != counted.gradients_at:
             return True
-        value = norm.read((perf_counter() - losses.began) / (count + 1))
-        counted.gradients_at = count + norm.every
-        self._norm_due = self._tracker.stamp.global_step + counted.gradients_at
-        if value is None:
-            return True
-        losses.gradients[count] = value
-        if value <= self._gradient_threshold:
-            return True
-        self._measure()
-        return False
+        first = self._tracker.stamp.global_step
+        value = norm.read(first + count, (perf_counter() - losses.began) / (count + 1))
+        counted.gradients_at = norm.due - first
+        if value is not None:
+            losses.gradients[count] = value
+        return value is None or value <= norm.threshold
 
     def _find(self, plan: Plan) -> bool:
         """Find the root and the only optimizer; return whether steps of them can be counted."""
@@ -502,7 +486,7 @@ class IdleSteps:
                 size += len(group["params"])
                 rates.append(group.get("lr"))
                 is_plain = is_plain and not isinstance(rate, Tensor)
-            if size != counted.size:
+            if size != counted.size or (counted.takes_losses and not is_plain):
                 return False
             if self._call is None:  # else the backward began at what the loss module has returned, without a factor
                 running, scaler = running_steps()
@@ -511,7 +495,8 @@ class IdleSteps:
                 if scaler is not None or context.loss_scale.is_used:
                     context.loss_scale.set_scaler(scaler)
             if counted.takes_losses:
-                if not (is_plain and self._takes_gradients()):
+                if not self._has_usual_gradients():
+                    self._measure()
                     return False
                 self._rates.append(rates)
             counted.seen = _STEPPING

@@ -564,11 +564,9 @@ def test_norms_are_read_as_often_as_their_cost_permits(monkeypatch, tmp_path):
     monkeypatch.setattr("ikkuna.observation.hooks.gradients.perf_counter", lambda: next(clock))
     with ikkuna.watch(model, loss, every=1000, log_dir=tmp_path, verbosity=0) as watched:
 
-        def read_now(norm, seconds):
-            steps.append(
-                watched._session.cycle._idle._counted.count + watched._session.cycle._idle._tracker.stamp.global_step
-            )
-            return read(norm, 1.0)
+        def read_now(norm, step, seconds):
+            steps.append(step)
+            return read(norm, step, 1.0)
 
         monkeypatch.setattr(GradientNorm, "read", read_now)
         train_with_norms(watched, model, loss, 900)
@@ -653,5 +651,7 @@ def test_gradients_that_cannot_be_read_take_no_larger_share_of_the_time(monkeypa
     parameters.track([NamedModule("0", model[0]), NamedModule("1", model[1])], [model])
     model(torch.tensor([1])).sum().backward()
     norm = GradientNorm(parameters)
-    assert norm.read(1.0) is None
-    assert norm.every == 7
+    assert norm.expect(0) == 0
+    assert norm.read(5, 1.0) is None
+    assert norm.due == 12
+    assert [norm.expect(step) for step in (1, 6, 12)] == [7, 6, 0]

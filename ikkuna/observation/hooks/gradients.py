@@ -298,29 +298,44 @@ class GradientNorm:
 
     Attributes
     ----------
-    every : int
-        The number of steps from the last reading to the next one.
+    due : int
+        The step whose gradients are read next.
+    threshold : float
+        A step with a larger norm, or NaN, is measured itself.
     """
 
     def __init__(self, tracked: TrackedParameters) -> None:
-        self._tracked = tracked
-        self._parameters = list({id(named.parameter): named.parameter for named in tracked.all}.values())
-        count = len(self._parameters)
-        self._statistics, self._memory = HostStatistics(), ListMemory(count)
-        self._rows, self._flags = np.arange(count), np.full(count, flags_of(_SQUARES), np.int32)
-        self.every = 1
+        self._tracked, self._statistics = tracked, HostStatistics()
+        self._listed: object = None
+        self._every, self.due, self.threshold = 1, 0, math.inf
 
-    def read(self, seconds: float) -> float | None:
+    def expect(self, step: int) -> int:
+        """Return how many steps, from a step on, are not read; the training may have been resumed at an earlier step."""
+        if self._listed is not self._tracked.all:
+            self._list_parameters()
+        return min(max(self.due - step, 0), self._every)
+
+    def _list_parameters(self) -> None:
+        self._listed, self._every, self.due = self._tracked.all, 1, 0
+        self._parameters = list({id(named.parameter): named.parameter for named in self._tracked.all}.values())
+        count = len(self._parameters)
+        self._rows, self._flags = np.arange(count), np.full(count, flags_of(_SQUARES), np.int32)
+        self._memory = ListMemory(count)
+
+    def read(self, step: int, seconds: float) -> float | None:
         """Return the norm; ``None`` if there is no gradient, one that the native library cannot read, or a parameter was replaced.
 
         Parameters
         ----------
+        step : int
+            The open step.
         seconds : float
             The time of a step.
         """
         began = perf_counter()
         norm = None if self._tracked.have_changed() else self._norm()
-        self.every = math.ceil((perf_counter() - began) / (_SHARE * seconds)) if seconds > 0 else 1
+        self._every = math.ceil((perf_counter() - began) / (_SHARE * seconds)) if seconds > 0 else 1
+        self.due = step + self._every
         return norm
 
     def _norm(self) -> float | None:
