@@ -255,3 +255,30 @@ def test_random_loops_have_the_same_steps_whatever_is_sampled():
 @pytest.mark.slow
 def test_ten_thousand_random_loops():
     check_random_loops(range(10_000, 20_000), 2)
+
+
+class Rescaled(torch.optim.SGD):
+    """An optimizer of the user's, with torch's step."""
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Has the groups of another optimizer, and does not initialize its base, as some wrappers do."""
+
+    def __init__(self, wrapped):
+        self.param_groups = wrapped.param_groups
+
+    def step(self, closure=None):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adamax, Descent, Rescaled])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_optimizers_are_found_before_their_first_step(kind, is_wrapped):
+    model = nn.Linear(2, 2)
+    exporter = Exporter(message_bus=MessageBus("found"))
+    exporter.add_modules(model)
+    optimizer = kind(model.parameters())
+    wrapper = Wrapper(optimizer) if is_wrapped else None
+    found = exporter._session.context.parameters.optimizers()
+    exporter.close()
+    assert found in ([optimizer], [wrapper])  # they share their groups

@@ -233,7 +233,7 @@ class TrackedParameters:
             self._has_stepped.add(number)
             self._owners = None
         if not self._has_searched:
-            classes = _subclasses(Optimizer)
+            classes = _used_classes(Optimizer)
             for found in gc.get_referrers(*classes):  # an object refers to its class
                 if type(found) in classes and hasattr(found, "param_groups"):
                     self.number(found)
@@ -370,12 +370,14 @@ def _node_of_view(parameter: nn.Parameter) -> Any:
     return function
 
 
-def _subclasses(cls: type[Optimizer]) -> set[type[Optimizer]]:
-    """Return a class and all classes that are derived from it."""
-    found = {cls}
-    for derived in cls.__subclasses__():
-        found |= _subclasses(derived)
-    return found
+def _used_classes(base: type[Optimizer]) -> set[type[Optimizer]]:
+    """Return a class of optimizers and those derived from it, without the ones of torch that have never had an object.
+
+    torch marks the ``step`` of a class when it makes the first object.  A search for objects takes longer the more classes there are.
+    """
+    found = {each for derived in base.__subclasses__() for each in _used_classes(derived)}
+    is_unused = base.__module__.startswith("torch.optim") and not hasattr(base.step, "hooked")
+    return found if is_unused else {base, *found}
 
 
 def _has_checkpoint() -> bool:
