@@ -276,5 +276,8 @@ def quantization_errors(x: Tensor, name: str, channel_axis: int = 0) -> Tensor:
 
 
 def _squared_error(rows: Tensor, amax: Tensor, name: str, largest: float) -> Tensor:
-    scale = torch.where(amax > 0, amax, 1.0) / largest
-    return (quantize(rows / scale, name) * scale - rows).double().square().sum()
+    unit = torch.where(amax > 0, amax, 1.0)
+    rows = (
+        rows / unit
+    )  # a factor between the numbers of the format and those of `rows` would underflow for subnormal ones
+    return ((quantize(rows * largest, name) / largest - rows).double() * unit).square().sum()

@@ -20,7 +20,7 @@ from ikkuna.numerics.elements import as_float64, dense, widest_float
 
 _EXACT_STEPS = 64
 _COLD_STEPS = 32
-_TINY = 1.2e-38  # the smallest divisor with full precision in float32
+_TINY = 1.2e-38  # the smallest divisor with full precision in float32; lengths of scaled matrices are above it, or 0
 
 
 def as_matrix(weight: Tensor) -> Tensor:
@@ -100,19 +100,28 @@ def spectral_norm(weight: Tensor, u: Tensor | None = None, iterations: int = 2) 
         )
     if u is None or u.shape != w.shape[:1] or u.device != w.device:
         u = _golub_kahan(w)
-    u = before = u.to(w.dtype)
+    u, scale = u.to(w.dtype), _scale(w)
+    before = u
     for _ in range(iterations - 1):
-        u = _step(w, u)[-1]
-    s, sigma, y, after = _step(w, u)
+        u = _step(w, u, scale)[-1]
+    s, sigma, y, after = _step(w, u, scale)
     residual = _length(y - s * u) / s.clamp_min(_TINY)
     # The start of later calls must not become zero or NaN.
     usable = (sigma > 0) & (sigma < torch.inf)
-    return sigma.to(w.dtype), residual.to(w.dtype), torch.where(usable, after, before)
+    return (sigma * scale).to(w.dtype), residual.to(w.dtype), torch.where(usable, after, before)
 
 
-def _step(w: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    s, v = _normalize(w.mT @ u)
-    y = w @ v
+def _scale(w: Tensor) -> Tensor:
+    """Return about the largest magnitude of a matrix: a vector that is divided by it is multiplied without under- or overflow."""
+    smallest, largest = torch.aminmax(w)
+    limits = torch.finfo(w.dtype)
+    scale: Tensor = torch.maximum(largest, -smallest).clamp(limits.tiny, limits.max**0.75)
+    return scale
+
+
+def _step(w: Tensor, u: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    s, v = _normalize(w.mT @ (u / scale))
+    y = w @ (v / scale)
     sigma, after = _normalize(y)
     return s, sigma, y, after
 

@@ -76,3 +76,16 @@ def test_bad_arguments_are_refused():
         quantize(torch.ones(2), "fp4")
     with pytest.raises(ConfigError, match=r"channel_axis of \(2,\), got 1"):
         quantization_errors(torch.ones(2), "int8", 1)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "scales"), [(torch.float32, (1e-44, 1e-40, 1e-37, 5e37)), (torch.float64, (1e-150, 1e150))]
+)
+def test_the_relative_error_holds_over_the_whole_range(dtype, scales, name):
+    for scale in scales:
+        x = (random(8, 32) * scale).to(dtype) if dtype is torch.float32 else random(8, 32).double() * scale
+        one, each, total = quantization_errors(x, name)
+        unit = x.double() / x.double().abs().max()
+        expected = [math.sqrt(float(value / unit.square().sum())) for value in quantization_errors(unit, name)[:2]]
+        assert [math.sqrt(value / total) for value in (one, each)] == pytest.approx(expected, rel=1e-3)

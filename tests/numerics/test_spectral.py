@@ -12,8 +12,8 @@ from hypothesis.extra import numpy as hnp
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.spectrum import as_matrix, conv_operator_norm, spectral_norm
 
-# Squares of what is smaller vanish in float32, and the direction with them.
-ENTRY = st.floats(-100, 100, width=32).map(lambda value: value if abs(value) > 1e-15 else 0.0)
+SCALES = st.sampled_from([2.0**exponent for exponent in (-140, -126, -64, 0, 64, 115)])
+ENTRY = st.floats(-100, 100, width=32)
 MATRIX = hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=2, max_side=12), elements=ENTRY)
 
 
@@ -25,13 +25,24 @@ def exact(w):
     return np.linalg.svd(w.double().reshape(w.shape[0], -1).numpy(), compute_uv=False)[0]
 
 
-@given(MATRIX)
-@settings(deadline=None, max_examples=80)
-def test_a_small_matrix_is_exact_in_the_first_call(w):
+@given(MATRIX, SCALES)
+@settings(deadline=None, max_examples=120)
+def test_a_small_matrix_is_exact_in_the_first_call(w, scale):
+    w = w * np.float32(scale)
     sigma, residual, u = spectral_norm(torch.from_numpy(w))
-    assert sigma.item() == pytest.approx(exact(torch.from_numpy(w)), rel=2e-4, abs=1e-37)
+    assert sigma.item() == pytest.approx(exact(torch.from_numpy(w)), rel=2e-4, abs=3e-45)
     assert u.norm().item() == pytest.approx(1, rel=1e-4)
     assert residual >= 0
+
+
+@pytest.mark.parametrize("scale", [1e-310, 1e-200, 1e200, 1e306])
+def test_float64_has_its_whole_range(scale):
+    w = random(6, 9).double() * scale
+    unit = float(w.abs().max())
+    sigma, residual, u = spectral_norm(w)
+    assert sigma.item() / unit == pytest.approx(exact(w / unit), rel=1e-9)
+    assert residual < 1e-9
+    assert u.norm().item() == pytest.approx(1)
 
 
 @pytest.mark.parametrize("shape", [(256, 256), (1024, 300), (100, 2000), (64, 16, 3, 3)])
