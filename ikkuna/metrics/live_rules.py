@@ -44,6 +44,7 @@ STATISTICS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
     "nonfinite": (("nans", "infs"), lambda records: records.nonfinite),
     "min": (("min",), lambda records: records.min),
     "max": (("max",), lambda records: records.max),
+    "count": (("n",), lambda records: records.n),
 }
 """For each ending of a kind the statistics it needs, and the function that computes it from `Records`."""
 

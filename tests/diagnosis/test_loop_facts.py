@@ -57,6 +57,16 @@ def every_twentieth_step(model, optimizer, steps):
             optimizer.step()
 
 
+def gradients_multiplied(model, optimizer, steps):
+    """The learning rate is doubled in an unusual way."""
+    for _, x, y in batches(steps):
+        optimizer.zero_grad()
+        LOSS(model(x), y).backward()
+        for parameter in model.parameters():
+            parameter.grad *= 2**0.5
+        optimizer.step()
+
+
 def step_of_the_least_loss(model, optimizer, steps):
     least = 9.0
     for _, x, y in batches(steps):
@@ -218,6 +228,7 @@ LOOPS = {
     "sharpness-aware": (sharpness_aware, {}),
     "now and then": (one_step_left_out_now_and_then, {}),
     "two backward passes": (two_backward_passes, {"repeated_backward": "warning"}),
+    "gradients are multiplied": (gradients_multiplied, {}),
     "one micro-batch twice": (one_micro_batch_twice, {"repeated_backward": "warning"}),
     "two losses": (two_losses, {}),
     "gradients of micro-batches first": (gradients_of_micro_batches_first, {}),

@@ -45,6 +45,7 @@ _OTHERS = {  # subscriber → the kinds that it publishes
         *("averaged_ranks", "evaluations_in_training_mode", "gradients_at_step", "micro_batches", "undivided_losses"),
         *("optimizer_beta1", "optimizer_beta2", "optimizer_closure", "optimizer_initial_rate", "optimizer_epsilon"),
         *("optimizer_weight_decay", "random_numbers_repeated", "unowned_parameters", "step_skipped"),
+        "weight_micro_gradients_count",
     ),
 }
 _SOURCES = {kind: subscriber for subscriber, kinds in _OTHERS.items() for kind in kinds}

@@ -128,12 +128,14 @@ class RepeatedBackwardRule(Rule):
     they are equal.
     Threshold: the norm of the gradient at the step over that of what the backward passes gave is the root of the same whole number above 1
     for every weight, within 1e-4, for 3 samples in a row; with several micro-batches that number is a multiple of theirs.
+    A gradient that the loop multiplies is told apart by the number of gradients that each weight was given, as far as it is recorded.
     Cannot see: gradients that are clipped; a second backward of another loss or other rows, which gives another gradient.
     """
 
     name = "repeated_backward"
     severity_while_falling = "warning"
     needs = sources("weight_gradients_norm2", "weight_micro_gradients_norm2", "micro_batches")
+    uses = sources("weight_micro_gradients_count")
     judged_on = frozenset(("weight_gradients_norm2",))
     thresholds = ("tolerance",)
     tolerance: float = 1e-4
@@ -151,7 +153,9 @@ class RepeatedBackwardRule(Rule):
             return
         number = round(squares[0])
         are_equal = all(abs(square / number - 1) < 2 * self.tolerance for square in squares) if number > 1 else False
-        yield Score(float(are_equal and number % max(parts.last, 1.0) == 0), float(number))
+        elements = dict(history.fresh("weight_micro_gradients_count"))
+        were_given = all(curve.last >= number * history.network.size_of(name) for name, curve in elements.items())
+        yield Score(float(are_equal and were_given and number % max(parts.last, 1.0) == 0), float(number))
 
 
 class SameRandomNumbersRule(Rule):
