@@ -41,15 +41,14 @@ def is_computed_in(losses: Sequence[Any], recorded: range) -> bool | None:
 
 
 def _nodes_of(losses: Sequence[Any]) -> Iterator[Any]:
-    """Yield the nodes of a graph, along the first branches, which usually lead to the outputs of the model."""
-    waiting, seen = [x.grad_fn if isinstance(x, Tensor) else x.node for x in losses], set[Any]()
+    """Yield the nodes of a graph, the nearest first: a penalty may be as large as the model, but both are added near the end."""
+    waiting, seen = deque(x.grad_fn if isinstance(x, Tensor) else x.node for x in losses), set[Any]()
     while waiting:
-        if (node := waiting.pop()) is None or node in seen:
+        if (node := waiting.popleft()) is None or node in seen:
             continue
         seen.add(node)
         yield node
-        for behind, _ in reversed(node.next_functions):
-            waiting.append(behind)
+        waiting.extend([behind for behind, _ in node.next_functions])
 
 
 def is_of_another_model(
