@@ -277,7 +277,6 @@ def quantization_errors(x: Tensor, name: str, channel_axis: int = 0) -> Tensor:
 
 def _squared_error(rows: Tensor, amax: Tensor, name: str, largest: float) -> Tensor:
     unit = torch.where(amax > 0, amax, 1.0)
-    rows = (
-        rows / unit
-    )  # a factor between the numbers of the format and those of `rows` would underflow for subnormal ones
+    # a factor between the numbers of the format and those of `rows` would underflow if these are subnormal
+    rows = rows / unit
     return ((quantize(rows * largest, name) / largest - rows).double() * unit).square().sum()

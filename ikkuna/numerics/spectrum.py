@@ -100,30 +100,27 @@ def spectral_norm(weight: Tensor, u: Tensor | None = None, iterations: int = 2) 
         )
     if u is None or u.shape != w.shape[:1] or u.device != w.device:
         u = _golub_kahan(w)
-    u, scale = u.to(w.dtype), _scale(w)
-    before = u
+    u = before = u.to(w.dtype)
     for _ in range(iterations - 1):
-        u = _step(w, u, scale)[-1]
-    s, sigma, y, after = _step(w, u, scale)
+        u = _step(w, u)[-1]
+    scale, s, sigma, y, after = _step(w, u)
     residual = _length(y - s * u) / s.clamp_min(_TINY)
     # The start of later calls must not become zero or NaN.
     usable = (sigma > 0) & (sigma < torch.inf)
     return (sigma * scale).to(w.dtype), residual.to(w.dtype), torch.where(usable, after, before)
 
 
-def _scale(w: Tensor) -> Tensor:
-    """Return about the largest magnitude of a matrix: a vector that is divided by it is multiplied without under- or overflow."""
-    smallest, largest = torch.aminmax(w)
-    limits = torch.finfo(w.dtype)
-    scale: Tensor = torch.maximum(largest, -smallest).clamp(limits.tiny, limits.max**0.75)
-    return scale
+def _step(w: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return a scale, the lengths and the last vector of two products that are divided by it, and its direction.
 
-
-def _step(w: Tensor, u: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    s, v = _normalize(w.mT @ (u / scale))
-    y = w @ (v / scale)
+    The scale is the largest element of the first product, so that no square over- or underflows and the matrix is read no further time.
+    """
+    product = w.mT @ u
+    scale = torch.linalg.vector_norm(product, torch.inf).clamp_min(torch.finfo(w.dtype).tiny)
+    s, v = _normalize(product / scale)
+    y = (w @ v) / scale
     sigma, after = _normalize(y)
-    return s, sigma, y, after
+    return scale, s, sigma, y, after
 
 
 def _length(x: Tensor) -> Tensor:

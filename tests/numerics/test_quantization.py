@@ -82,9 +82,10 @@ def test_bad_arguments_are_refused():
 @pytest.mark.parametrize(
     ("dtype", "scales"), [(torch.float32, (1e-44, 1e-40, 1e-37, 5e37)), (torch.float64, (1e-150, 1e150))]
 )
-def test_the_relative_error_holds_over_the_whole_range(dtype, scales, name):
+def test_the_relative_error_holds_as_long_as_squares_are_numbers(dtype, scales, name):
     for scale in scales:
         x = (random(8, 32) * scale).to(dtype) if dtype is torch.float32 else random(8, 32).double() * scale
+        x[0], x[1, 1:] = 0.0, 0.0
         one, each, total = quantization_errors(x, name)
         unit = x.double() / x.double().abs().max()
         expected = [math.sqrt(float(value / unit.square().sum())) for value in quantization_errors(unit, name)[:2]]
