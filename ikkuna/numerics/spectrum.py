@@ -20,7 +20,11 @@ from ikkuna.numerics.elements import as_float64, dense, widest_float
 
 _EXACT_STEPS = 64
 _COLD_STEPS = 32
-_TINY = 1.2e-38  # the smallest divisor with full precision in float32; lengths of scaled matrices are above it, or 0
+_TINY = 1.2e-38  # the smallest divisor with full precision in float32
+_LEAST, _MOST = (
+    1e-37,
+    1e150,
+)  # lengths whose squares are numbers, compared on the host alone: a device would be waited for
 
 
 def as_matrix(weight: Tensor) -> Tensor:
@@ -76,6 +80,7 @@ def spectral_norm(weight: Tensor, u: Tensor | None = None, iterations: int = 2) 
     random 1024 x 1024 matrix is then 1e-3.  For a matrix with at most 64 rows or columns it does all steps and is
     exact.
     It costs that many products of the matrix with a vector, and 33 vectors of either size.
+    On the host, a matrix whose norm is below 1e-37 or above 1e150 is divided by its largest element before the squares are taken.
 
     References
     ----------
@@ -103,24 +108,21 @@ def spectral_norm(weight: Tensor, u: Tensor | None = None, iterations: int = 2) 
     u = before = u.to(w.dtype)
     for _ in range(iterations - 1):
         u = _step(w, u)[-1]
-    scale, s, sigma, y, after = _step(w, u)
+    s, sigma, y, after = _step(w, u)
+    if w.is_cpu and not _LEAST < sigma < _MOST and 0 < (scale := w.abs().amax()) < torch.inf and scale != 1:
+        sigma, residual, after = spectral_norm(w / scale, before, iterations)
+        return sigma * scale, residual, after
     residual = _length(y - s * u) / s.clamp_min(_TINY)
     # The start of later calls must not become zero or NaN.
     usable = (sigma > 0) & (sigma < torch.inf)
-    return (sigma * scale).to(w.dtype), residual.to(w.dtype), torch.where(usable, after, before)
+    return sigma.to(w.dtype), residual.to(w.dtype), torch.where(usable, after, before)
 
 
-def _step(w: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return a scale, the lengths and the last vector of two products that are divided by it, and its direction.
-
-    The scale is the largest element of the first product, so that no square over- or underflows and the matrix is read no further time.
-    """
-    product = w.mT @ u
-    scale = torch.linalg.vector_norm(product, torch.inf).clamp_min(torch.finfo(w.dtype).tiny)
-    s, v = _normalize(product / scale)
-    y = (w @ v) / scale
+def _step(w: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    s, v = _normalize(w.mT @ u)
+    y = w @ v
     sigma, after = _normalize(y)
-    return scale, s, sigma, y, after
+    return s, sigma, y, after
 
 
 def _length(x: Tensor) -> Tensor:
