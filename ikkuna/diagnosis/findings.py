@@ -205,7 +205,9 @@ _HEADER = ("severity", "rule", "module", "step", "finding")
 
 def _table(findings: Iterable[Finding], styled: Styled) -> list[str]:
     header = _HEADER
-    rows = [(f.severity, f.rule, f.place or "-", "-" if f.step is None else str(f.step), f) for f in findings]
+    rows = [
+        (f.severity, f.rule, printable(f.place or "-"), "-" if f.step is None else str(f.step), f) for f in findings
+    ]
     widths = [max(len(str(row[i])) for row in (header, *rows)) for i in range(4)]
     indent = sum(widths) + 2 * len(widths)
     width = max(shutil.get_terminal_size((120, 24)).columns - indent, 40)

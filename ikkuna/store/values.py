@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.store.finding import Finding
-from ikkuna.store.names import Series, natural_key
+from ikkuna.store.names import Series, decode, encode, natural_key
 from ikkuna.support.failures import raise_users_exception
 
 NUMBERS, LISTS = ("min", "max", "num", "sum", "sum_squares"), ("bucket_limits", "bucket_counts")
@@ -176,7 +176,7 @@ class ModuleEntry:
 
 
 def module_table(modules: Sequence[ModuleEntry]) -> str:
-    """Return a Markdown table with name, class, number of parameters and their shapes.
+    """Return a Markdown table with name, class, number of parameters and their shapes; names are encoded as in tags.
 
     Examples
     --------
@@ -191,7 +191,7 @@ def module_table(modules: Sequence[ModuleEntry]) -> str:
     lines = ["| # | module | class | parameters | shapes |", "|--:|:--|:--|--:|:--|"]
     for number, entry in enumerate(modules):
         shapes = ", ".join(f"{name} {_shape(shape)}" for name, shape in entry.parameters)
-        cells = (str(number), f"`{entry.name.replace('`', chr(39))}`", entry.class_name, f"{entry.count:,}", shapes)
+        cells = (str(number), f"`{encode(entry.name)}`", entry.class_name, f"{entry.count:,}", shapes)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     total = sum(entry.count for entry in modules)
     return "\n".join([*lines, "", f"{len(modules):,} modules, {total:,} parameters."])
@@ -217,7 +217,7 @@ def read_module_table(text: str) -> tuple[ModuleEntry, ...]:
         cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         if len(cells) == 5 and cells[0].isdigit():
             parameters = tuple(_parameter(part) for part in cells[4].split(", ") if " " in part)
-            found.append(ModuleEntry(cells[1].strip("`"), cells[2], parameters))
+            found.append(ModuleEntry(decode(cells[1].strip("`")), cells[2], parameters))
     return tuple(found)
 
 

@@ -18,7 +18,7 @@ from ikkuna.backends.tensorboard import HeatmapImage, TensorBoardBackend
 from ikkuna.store.names import Series
 from ikkuna.store.quantity import NEUTRAL, Quantity
 from ikkuna.store.run_directory import RunSettings
-from ikkuna.store.values import ModuleEntry, ModuleOrder, module_table
+from ikkuna.store.values import ModuleEntry, ModuleOrder, module_table, read_module_table
 from tests.plugins.children import answer_of
 
 LOG = Quantity(scale="log")
@@ -371,12 +371,20 @@ def test_what_is_no_module_is_in_no_overview(tmp_path):
     assert Image.open(io.BytesIO(image.encoded_image_string)).size == (image.width, image.height)
     assert not [tag for tag in found.Tags()["scalars"] if tag.startswith("Overview/learning_rate")]
     [text] = found.Tensors("Text/Modules")
-    assert b"| 0 | `a\\|b` | Linear | 6 | weight 2\xc3\x973, bias not known yet |" in text.tensor_proto.string_val[0]
+    assert b"| 0 | `a%7Cb` | Linear | 6 | weight 2\xc3\x973, bias not known yet |" in text.tensor_proto.string_val[0]
 
 
 def test_a_table_of_scalars_and_nothing():
     assert "weight scalar" in module_table([ModuleEntry("a", "X", (("weight", ()),))])
     assert module_table([]).endswith("0 modules, 0 parameters.")
+
+
+@pytest.mark.parametrize(
+    "name", ["", "a.0", "a|b", "a\nb", "`a`", "a\\", "100%", "\x1b[2J", " ", "ä/β", "| 1 | `b` | Linear | 6 | |"]
+)
+def test_names_of_modules_are_read_as_they_are(name):
+    entries = ModuleEntry(name, "Linear", (("weight", (2, 3)),)), ModuleEntry("last", "ReLU")
+    assert read_module_table(module_table(entries)) == entries
 
 
 def test_heat_maps_are_drawn_without_matplotlib(tmp_path):
