@@ -109,13 +109,17 @@ def spectral_norm(weight: Tensor, u: Tensor | None = None, iterations: int = 2) 
     for _ in range(iterations - 1):
         u = _step(w, u)[-1]
     s, sigma, y, after = _step(w, u)
-    if w.is_cpu and not _LEAST < sigma < _MOST and 0 < (scale := w.abs().amax()) < torch.inf and scale != 1:
+    if w.is_cpu and _is_extreme(sigma) and 0 < (scale := w.abs().amax()) < torch.inf and scale != 1:
         sigma, residual, after = spectral_norm(w / scale, before, iterations)
         return sigma * scale, residual, after
     residual = _length(y - s * u) / s.clamp_min(_TINY)
     # The start of later calls must not become zero or NaN.
     usable = (sigma > 0) & (sigma < torch.inf)
     return sigma.to(w.dtype), residual.to(w.dtype), torch.where(usable, after, before)
+
+
+def _is_extreme(sigma: Tensor) -> bool:
+    return not _LEAST < sigma < _MOST
 
 
 def _step(w: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

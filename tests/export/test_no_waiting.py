@@ -9,7 +9,7 @@ from ikkuna.export.messages import MessageBundle, ModuleMessage
 from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.registered import Registered
-from ikkuna.numerics import geometry
+from ikkuna.numerics import geometry, spectrum
 from ikkuna.numerics.statistics import FIELDS, float_code, needed_fields
 from ikkuna.numerics.statistics.device import DeviceStatistics
 from ikkuna.numerics.statistics.host import HostStatistics
@@ -39,6 +39,7 @@ def as_on_a_device(monkeypatch):
     monkeypatch.setattr(float_code, "_count_on_host", float_code._count_on_device)
     monkeypatch.setattr(float_code, "library", lambda: None)
     monkeypatch.setattr(geometry, "_product", lambda x, y: torch.dot(x.double(), y.double()))
+    monkeypatch.setattr(spectrum, "_is_extreme", lambda sigma: False)
 
 
 def random(*shape):
