@@ -58,7 +58,7 @@ def every_twentieth_step(model, optimizer, steps):
 
 
 def gradients_multiplied(model, optimizer, steps):
-    """The learning rate is doubled in an unusual way."""
+    """The norms are those of a sum of two equal gradients."""
     for _, x, y in batches(steps):
         optimizer.zero_grad()
         LOSS(model(x), y).backward()

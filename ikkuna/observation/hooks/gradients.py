@@ -306,11 +306,11 @@ class GradientNorm:
 
     def __init__(self, tracked: TrackedParameters) -> None:
         self._tracked, self._statistics = tracked, HostStatistics()
-        self._listed: object = None
-        self._every, self.due, self.threshold = 1, 0, math.inf
+        self.threshold = math.inf
+        self._list_parameters()
 
     def expect(self, step: int) -> int:
-        """Return how many steps, from a step on, are not read; the training may have been resumed at an earlier step."""
+        """Return the number of steps from a step to the next reading, also if the training was resumed at an earlier step."""
         if self._listed is not self._tracked.all:
             self._list_parameters()
         return min(max(self.due - step, 0), self._every)
