@@ -397,7 +397,8 @@ class Run:
         """
         if self._closed is not None:
             raise ClosedError("this run is closed; create a new one")
-        made = {key_of(backend): self._guarded(backend, get_backend(adapted(backend))) for backend in backends}
+        missing = {key_of(backend): backend for backend in backends if key_of(backend) not in self._backends}
+        made = {key: self._guarded(backend, get_backend(adapted(backend))) for key, backend in missing.items()}
         if self._directory is None and any(guarded.stores for guarded in made.values()):
             check_log_dir(self._log_dir)
         self._backends = made | self._backends

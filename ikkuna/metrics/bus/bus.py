@@ -119,6 +119,7 @@ class MessageBus(Delivery):
         self.name = name
         self.log_dir = log_dir
         self._is_registering = False
+        self._trial: Run | None = None  # checks the backends of the subscribers that are registered together
         self._places: dict[int, _Place] = {}  # by the ids of the sources, in the order of their attachment
         self.sampling = Sampling()
         self.is_silent = False
@@ -172,7 +173,10 @@ class MessageBus(Delivery):
             )
         subscriber.check()
         self._check_registration(subscriber)
-        Run(self.log_dir or "run").prepare(subscriber.backends)
+        trial = self._trial or Run(self.log_dir or "run")
+        trial.prepare(subscriber.backends)
+        if self._is_registering:
+            self._trial = trial
         subscriber._host = self
         if subscriber.takes_model:
             self._lend_model(subscriber)
@@ -193,6 +197,8 @@ class MessageBus(Delivery):
             yield
         finally:
             self._is_registering = outer
+            if not outer:
+                self._trial = None
             self._demand_changed()
 
     def _check_registration(self, subscriber: Subscriber) -> None:
@@ -236,8 +242,11 @@ class MessageBus(Delivery):
     def _set_registered(self, registered: tuple[Registered, ...]) -> None:
         self.registered = registered
         self.calls_model = any(r.subscriber.needs_model for r in registered)
-        kinds = dict.fromkeys(kind for r in registered for kind in r.kinds)
-        self.by_kind = {kind: tuple(r for r in registered if kind in r.kinds) for kind in kinds}
+        by_kind: dict[str, list[Registered]] = {}
+        for each in registered:
+            for kind in dict.fromkeys(each.kinds):
+                by_kind.setdefault(kind, []).append(each)
+        self.by_kind = {kind: tuple(takers) for kind, takers in by_kind.items()}
         self._demand_changed()
 
     def _demand_changed(self) -> None:

@@ -146,6 +146,8 @@ def _overlap(one: Subscription, other: Subscription, modules: frozenset[str]) ->
 
 def _cycle(subscriber: Subscriber, others: Sequence[Subscriber]) -> list[str]:
     """Return the kinds of a cycle that `subscriber` closes, the first one again at the end; empty if there is none."""
+    if not any(_is_published(kind, (*others, subscriber)) for kind in subscriber.kinds):
+        return []  # it takes no result
     results: dict[str, set[str]] = {}
     for s in (*others, subscriber):
         for kind in s.kinds:
