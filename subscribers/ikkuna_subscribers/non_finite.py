@@ -264,7 +264,7 @@ class NonFiniteSubscriber(PlotSubscriber):
     def measure(self, message: Message) -> Tensor | None:
         """Store the position of the tensor in its step; return it if the record cannot tell which occurrence is not finite.
 
-        The position is infinite if the tensor is known to be finite.
+        The position of a finite tensor of an accelerator is infinite; that of one of the host is not returned.
         """
         if message.kind == "loss" and message.series_name:  # it may contain the factor of a gradient scaler
             return None
@@ -276,7 +276,9 @@ class NonFiniteSubscriber(PlotSubscriber):
             self._seen.append((message.stamp, []))
         events = self._seen[-1][1]
         events.append(message.carrying(None))
-        return None if finite is None else torch.where(finite, math.inf, float(len(events) - 1)).reshape(1)
+        if finite is None or (finite.is_cpu and finite):
+            return None
+        return torch.where(finite, math.inf, float(len(events) - 1)).reshape(1)
 
     def compute_step(self, step: MeasuredStep) -> None:
         """Compare the tensors of a step in which everything is finite with the known ones; read the counts of another step."""
