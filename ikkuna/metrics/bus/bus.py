@@ -202,7 +202,7 @@ class MessageBus(Delivery):
             self._demand_changed()
 
     def _check_registration(self, subscriber: Subscriber) -> None:
-        names = frozenset(name for source in self.sources for name in source.module_names)
+        names = frozenset[str]().union(*(source.module_names for source in self.sources))
         registered = self.registered
         try:
             check_registration(subscriber, tuple(r.subscriber for r in registered), names)
