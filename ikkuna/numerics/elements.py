@@ -308,6 +308,17 @@ def all_finite(x: Tensor) -> Tensor | None:
     return low * 0 == high * 0  # NaN differs from itself; `isfinite` is several operations
 
 
+def is_true_on_host(x: Tensor) -> bool:
+    """Return whether a 0-d tensor is true, and on the host, where that is read without waiting.
+
+    Examples
+    --------
+    >>> is_true_on_host(torch.tensor(True)), is_true_on_host(torch.tensor(True, device="meta"))
+    (True, False)
+    """
+    return x.is_cpu and bool(x)
+
+
 def _values(x: Tensor) -> Tensor:
     return x.values() if hasattr(x, "values") and not x.is_mkldnn else x.to_dense()
 

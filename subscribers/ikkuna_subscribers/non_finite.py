@@ -16,7 +16,7 @@ from ikkuna.export.messages import MeasuredStep, Message, MessageBatch, ModuleMe
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.metrics.messages.batch import BatchNames, NamedRows
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS, MICRO_KINDS, PARAMETER_KINDS
-from ikkuna.numerics.elements import all_finite, has_numbers
+from ikkuna.numerics.elements import all_finite, has_numbers, is_true_on_host
 
 _MOST_CHANGES = 3
 _Site = tuple[str, str | None]
@@ -264,7 +264,7 @@ class NonFiniteSubscriber(PlotSubscriber):
     def measure(self, message: Message) -> Tensor | None:
         """Store the position of the tensor in its step; return it if the record cannot tell which occurrence is not finite.
 
-        The position of a finite tensor of an accelerator is infinite; that of one of the host is not returned.
+        The position is infinite if the tensor is finite, and is left out where that is known already.
         """
         if message.kind == "loss" and message.series_name:  # it may contain the factor of a gradient scaler
             return None
@@ -276,7 +276,7 @@ class NonFiniteSubscriber(PlotSubscriber):
             self._seen.append((message.stamp, []))
         events = self._seen[-1][1]
         events.append(message.carrying(None))
-        if finite is None or (finite.is_cpu and finite):
+        if finite is None or is_true_on_host(finite):
             return None
         return torch.where(finite, math.inf, float(len(events) - 1)).reshape(1)
 

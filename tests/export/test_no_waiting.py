@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ikkuna_subscribers import non_finite
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,6 +41,7 @@ def as_on_a_device(monkeypatch):
     monkeypatch.setattr(float_code, "library", lambda: None)
     monkeypatch.setattr(geometry, "_product", lambda x, y: torch.dot(x.double(), y.double()))
     monkeypatch.setattr(spectrum, "_is_extreme", lambda sigma: False)
+    monkeypatch.setattr(non_finite, "is_true_on_host", lambda finite: False)
 
 
 def random(*shape):
