@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim.swa_utils import update_bn
 
 import ikkuna
 from ikkuna.errors import ConfigError
@@ -23,9 +24,9 @@ def events_of(loop):
     """Return both counts after a loop: "t" is a step, "n" a forward without gradients, "e" one in evaluation mode."""
     events, step = LoopEvents(), 0
     for letter in loop:
-        events.forward(step, training=letter != "e", gradients=letter == "t")
+        events.forward(step, training=letter != "e", is_of_training=letter == "t")
         step += letter == "t"
-    events.forward(step, training=True, gradients=True)
+    events.forward(step, training=True, is_of_training=True)
     return events.in_training_mode, events.in_evaluation_mode
 
 
@@ -72,6 +73,16 @@ def test_facts_only_grow(loop):
     assert counts == sorted(counts, key=sum)
 
 
+def precise_statistics(batches, model):
+    """Let a batch norm have the mean of the statistics of some batches, each of which it takes as it is."""
+    norm = model[1]
+    momentum, norm.momentum = norm.momentum, 1.0
+    with torch.no_grad():
+        means = [(model(batch), norm.running_mean.clone())[1] for batch in batches]
+    norm.momentum = momentum
+    norm.running_mean.copy_(torch.stack(means).mean(0))
+
+
 @pytest.mark.parametrize("is_right", [True, False])
 @pytest.mark.parametrize("no_gradients", [torch.no_grad, torch.inference_mode])
 def test_an_evaluation_of_the_loop_is_seen_at_any_step(is_right, no_gradients, tmp_path):
@@ -93,12 +104,27 @@ def test_an_evaluation_of_the_loop_is_seen_at_any_step(is_right, no_gradients, t
     assert found == ([] if is_right else [30])
 
 
+@pytest.mark.parametrize("estimates", [update_bn, precise_statistics])
+def test_a_new_estimate_of_the_statistics_of_batch_norms_is_no_evaluation(estimates, tmp_path):
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    batches = torch.randn(4, 4, 8)
+    with ikkuna.watch(model, log_dir=tmp_path, backend="null", verbosity=0) as exporter:
+        for step in range(60):
+            optimizer.zero_grad()
+            model(batches[step % 4]).square().mean().backward()
+            optimizer.step()
+            if step % 17 == 12:
+                estimates(batches, model)
+    assert "evaluation_in_training_mode" not in [finding.rule for finding in exporter.findings]
+
+
 def state_of(loop, step=0):
     """Return every fact of `LoopEvents` after each letter of a loop as above, which begins at a step."""
     events = LoopEvents()
     facts = []
     for letter in loop:
-        events.forward(step, training=letter != "e", gradients=letter == "t")
+        events.forward(step, training=letter != "e", is_of_training=letter == "t")
         step += letter == "t"
         facts.append((events.is_evaluating, events.is_apart))
     counts = events.in_training_mode, events.in_evaluation_mode, events.repeated, events.thrown_away
@@ -138,9 +164,9 @@ def test_each_fact_about_passes_is_that_of_its_definition(loop, step, counts, la
 def test_a_step_without_a_forward_ends_a_pass_and_one_at_the_same_step_does_not():
     events = LoopEvents()
     for step in (20, 20, 21, 21, 40, 40):
-        events.forward(step, training=True, gradients=False)
+        events.forward(step, training=True, is_of_training=False)
     assert (events.in_training_mode, events.is_evaluating) == (1, True)  # that of step 21 is not apart
-    events.forward(41, training=True, gradients=True)
+    events.forward(41, training=True, is_of_training=True)
     assert (events.in_training_mode, events.is_evaluating) == (2, False)
 
 

@@ -148,7 +148,8 @@ class ForwardHooks:
             if has_gradients and tracker.counts(training, counted):
                 self._backward.report_cleared()
             if tracker.pass_name == TRAINING:
-                context.events.forward(step, training, gradients)
+                is_of_training = gradients or (training and context.model.estimates_statistics)
+                context.events.forward(step, training, is_of_training)
         decisions = tracker.forward_begins(
             *(thread, training, counted),
             depth=depth,

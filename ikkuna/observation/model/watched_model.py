@@ -12,6 +12,7 @@ from ikkuna.observation.model.roots import Root, Roots, StagePosition, stage_pos
 from ikkuna.printable import listed
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.modules import NamedModule, class_name, name_of, unwrap
+from ikkuna.support.torch_internals import BATCH_NORMS
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
@@ -152,6 +153,7 @@ class WatchedModel:
     def __init__(self, roots: Roots) -> None:
         self.roots = roots
         self.modules: tuple[NamedModule, ...] = ()
+        self._momenta: list[tuple[Any, float | None]] = []
         self.loss: nn.Module | None = None
         self.is_compiled = False
         self.stages: dict[int, StagePosition] = {}
@@ -190,7 +192,7 @@ class WatchedModel:
         for root in roots:
             if root.module not in self.roots and (stage := stage_within(root.module)) is not None:
                 raise ConfigError(_is_more_than_a_stage(root.module, stage))
-        self.modules = self.roots.resolve(roots, taken)
+        self._set_modules(self.roots.resolve(roots, taken))
         self.roots.change(roots)
         self.knows_stages = False
 
@@ -200,8 +202,22 @@ class WatchedModel:
         A new module whose name is among `taken` gets a number behind it.
         If the filter matches none of the modules any more, none is observed.
         """
-        before, self.modules = self.modules, self.roots.find(self.roots.all, taken)
+        before = self.modules
+        self._set_modules(self.roots.find(self.roots.all, taken))
         return ModuleChange.between(before, self.modules)
+
+    def _set_modules(self, modules: tuple[NamedModule, ...]) -> None:
+        self.modules, known = modules, {id(norm): momentum for norm, momentum in self._momenta}
+        norms: list[Any] = [named.module for named in modules if isinstance(named.module, BATCH_NORMS)]
+        self._momenta = [(norm, known.get(id(norm), norm.momentum)) for norm in norms]
+
+    @property
+    def estimates_statistics(self) -> bool:
+        """Whether a batch norm has another momentum than when it was first observed.
+
+        Functions that compute the statistics of batch norms anew change it for their forwards, as `torch.optim.swa_utils.update_bn`.
+        """
+        return any(norm.momentum != momentum for norm, momentum in self._momenta)
 
     # -- pipelines ------------------------------------------------------------------------------------------------
 

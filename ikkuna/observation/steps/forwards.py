@@ -497,11 +497,11 @@ class LoopEvents:
     --------
     >>> events = LoopEvents()
     >>> for step in range(40):
-    ...     events.forward(step, training=True, gradients=True)
+    ...     events.forward(step, training=True, is_of_training=True)
     ...     if step % 20 == 19:
     ...         for _ in range(3):
-    ...             events.forward(step + 1, training=True, gradients=False)
-    >>> events.forward(40, training=True, gradients=True)
+    ...             events.forward(step + 1, training=True, is_of_training=False)
+    >>> events.forward(40, training=True, is_of_training=True)
     >>> events.in_training_mode, events.in_evaluation_mode
     (2, 0)
     """
@@ -544,18 +544,20 @@ class LoopEvents:
         self.thrown_away += self._thrown == (step, version)
         self._thrown = step, version
 
-    def forward(self, step: int, training: bool, gradients: bool) -> None:
+    def forward(self, step: int, training: bool, is_of_training: bool) -> None:
         """Handle the beginning of an outermost forward.
 
         Parameters
         ----------
         step : int
             The number of the open step, or of the next one.
-        training, gradients : bool
-            Whether the model is in training mode, and whether gradients are enabled.
+        training : bool
+            Whether the model is in training mode.
+        is_of_training : bool
+            Whether gradients are enabled, or the forward only estimates the statistics of batch norms.
         """
         self.has_forwards = True
-        if gradients:
+        if is_of_training:
             if self._forwards:
                 self._end()
             return

@@ -315,6 +315,7 @@ class EvaluationInTrainingModeRule(Rule):
 
     An evaluation pass is recognised by its forwards without gradients, see `ikkuna.observation.steps.loop_events.LoopEvents`.
     Threshold: a fact, for 2 passes, if no forward without gradients has been in evaluation mode so far.
+    Forwards with another momentum of a batch norm are none: they estimate its statistics anew.
     Cannot see: an evaluation with gradients, which is none of these forwards; that of a compiled model; dropout as a function.
     """
 
