@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import compress, takewhile
 from typing import Any
 
 from ikkuna.diagnosis.findings import FindingList, Findings
@@ -263,10 +263,15 @@ class Judge:
             return
         if name is None and (scored := _SCORED.get(kind)) is not None and self._is_spike(scored, step, value):
             kind = scored
-        steps, values = self._deferred.setdefault((kind, name), ([], []))
-        steps.append(step)
-        values.append(value)
-        self._count_deferred, self._last_deferred = self._count_deferred + 1, step
+        self._keep(kind, name, (step,), (value,))
+        self._last_deferred = step
+
+    def _keep(self, kind: str, name: str | None, steps: Sequence[int], values: Sequence[float]) -> None:
+        """Keep values that were deferred."""
+        known = self._deferred.setdefault((kind, name), ([], []))
+        known[0].extend(steps)
+        known[1].extend(values)
+        self._count_deferred += len(values)
 
     def defer_losses(self, first: int, losses: Sequence[float], every: int) -> int:
         """Add losses of steps in a row as :meth:`defer` does, up to the first step that is judged; return their number.
@@ -289,12 +294,12 @@ class Judge:
         last = first + len(scores) - 1
         if scores[-1] > LIMIT:
             self._has_spiked("loss", last)
-        for step, value, score in zip(range(first, last + 1), finite, scores, strict=False):
-            kind = LOSS_BETWEEN if step % every and not score > LIMIT else "loss"
-            steps, values = self._deferred.setdefault((kind, None), ([], []))
-            steps.append(step)
-            values.append(value)
-        self._count_deferred, self._last_deferred = self._count_deferred + len(scores), last
+        is_read = [step % every == 0 for step in range(first, last + 1)]
+        is_read[-1] |= scores[-1] > LIMIT
+        for kind, chosen in (("loss", is_read), (LOSS_BETWEEN, [not each for each in is_read])):
+            if any(chosen):
+                self._keep(kind, None, [*compress(range(first, last + 1), chosen)], [*compress(finite, chosen)])
+        self._last_deferred = last
         return len(scores)
 
     def defer_all(self, kind: str, name: str | None, values: Sequence[tuple[int, float]]) -> None:
@@ -305,10 +310,7 @@ class Judge:
             for step, value in values:
                 self.add(kind, name, step, value)
             return
-        steps, deferred = self._deferred.setdefault((kind, name), ([], []))
-        steps += [step for step, _ in values]
-        deferred += [value for _, value in values]
-        self._count_deferred += len(values)
+        self._keep(kind, name, *zip(*values, strict=True))
 
     def threshold_of(self, kind: str) -> float | None:
         """Only a value of a scored kind that is not at most this can be a spike; ``None`` if no rule reads the kind."""
