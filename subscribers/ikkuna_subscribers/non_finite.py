@@ -15,7 +15,7 @@ from torch import Tensor
 from ikkuna.export.messages import MeasuredStep, Message, MessageBatch, ModuleMessage, NetworkMessage, Stamp
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.metrics.messages.batch import BatchNames, NamedRows
-from ikkuna.metrics.messages.kinds import FORWARD_KINDS, MICRO_KINDS, PARAMETER_KINDS
+from ikkuna.metrics.messages.kinds import FORWARD_KINDS, PARAMETER_KINDS, UNCLIPPED_KINDS
 from ikkuna.numerics.elements import all_finite, has_numbers, is_true_on_host
 
 _MOST_CHANGES = 3
@@ -120,7 +120,8 @@ def find_producer(
     Parameters
     ----------
     events : sequence of Message
-        All tensors of the step in the order of their calls: inputs and outputs of modules, and gradients as they arrive.
+        The tensors of the step in the order of their calls: inputs and outputs of modules, and gradients as they arrive;
+        then those of parameters that are not finite.
     first : int
         The index of the first non-finite tensor in `events`.
     broken : sequence of Message
@@ -182,7 +183,7 @@ def _of_gradient(message: Message, before: Sequence[Message]) -> tuple[Message, 
 _OPERATIONS = {
     "input_data": "the input data",
     "loss": "the loss function",
-    **dict.fromkeys(MICRO_KINDS, "the backward pass of {name!r}, in the gradient of its parameter"),
+    **dict.fromkeys(UNCLIPPED_KINDS, "the backward pass of {name!r}, in the gradient of its parameter"),
     **dict.fromkeys(_FINAL_GRADIENTS, "accumulation, unscaling or clipping of the gradients, at {kind} of {name!r}"),
     **dict.fromkeys(("weight_updates", "bias_updates"), "the optimizer, in its step of {kind} of {name!r}"),
 }
@@ -191,8 +192,10 @@ _OPERATIONS = {
 
 log = logging.getLogger("ikkuna")
 
-_EVERYTHING = ("input_data", *FORWARD_KINDS, "loss", *MICRO_KINDS, *PARAMETER_KINDS, "batch_finished")
-_BACKWARD = ("layer_gradients", *MICRO_KINDS, "weight_gradients", "bias_gradients")
+_ORDERED = ("input_data", *FORWARD_KINDS, "loss")
+"""The kinds whose order is that of the calls; those of parameters follow in the order of their kinds."""
+_EVERYTHING = tuple(dict.fromkeys((*_ORDERED, *UNCLIPPED_KINDS, *_FINAL_GRADIENTS, *PARAMETER_KINDS, "batch_finished")))
+_BACKWARD = ("layer_gradients", *UNCLIPPED_KINDS, *_FINAL_GRADIENTS)
 
 
 class NonFiniteSubscriber(PlotSubscriber):
@@ -215,8 +218,8 @@ class NonFiniteSubscriber(PlotSubscriber):
     other steps cost no more than their shared statistics.
     A non-finite gradient was produced by the module whose own gradient came last, or by a function of torch between the two modules.
     Inputs given as keyword arguments are not seen; a loss is seen only after ``set_loss``.
-    If a tensor occurs several times in a step, as with micro-batches, the order is observed in every sampled step,
-    and each occurrence is checked by itself, in a further pass.
+    If what a module receives or returns occurs several times in a step, as with micro-batches, the order is observed in every
+    sampled step, and each occurrence is checked by itself, in a further pass.
     It takes all tensors of a step, also those that no other metric takes, and never waits for the device.
 
     Look for: anything above 0.
@@ -247,6 +250,7 @@ class NonFiniteSubscriber(PlotSubscriber):
             options.setdefault("publishes", f"{kind}_nonfinite")
         super().__init__(_EVERYTHING if kind is None else kind, **options)
         self._finds_producer = kind is None
+        self.measured_kinds = _ORDERED
         self.state = ("_is_finite",) if kind is None else ()
         self._seen: list[tuple[Stamp, list[Message]]] = []
         self._order = CallOrder()
@@ -286,7 +290,8 @@ class NonFiniteSubscriber(PlotSubscriber):
             super().compute_step(step)
         elif step.rows is not self._checked:
             for each in step.rows:
-                self._order.check(each.kind, each.names)
+                if each.kind in _ORDERED:
+                    self._order.check(each.kind, each.names)
             self._checked = step.rows if self._order.is_known else ()
 
     def compute_batch(self, batch: MessageBatch) -> None:
@@ -298,7 +303,7 @@ class NonFiniteSubscriber(PlotSubscriber):
         if not self._finds_producer:
             self.emit_batch(batch, records.nonfinite)
             return
-        if batch.data is None:  # its tensors were not measured, because their order is known
+        if batch.data is None and batch.kind in _ORDERED:  # its tensors were not measured, because their order is known
             self._order.check(batch.kind, batch.names)
         if not records.is_finite:
             self._broken += map(batch.__getitem__, np.flatnonzero(records.nonfinite).tolist())

@@ -295,6 +295,37 @@ def test_a_gradient_of_a_parameter_alone(caplog):
     assert "produced by the backward pass of '1', in the gradient of its parameter" in caplog.text
 
 
+def test_a_sum_of_gradients_that_overflows_is_no_forward_pass(caplog):
+    """Each of the two gradients of the weight is finite, and so is everything else."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight.register_hook(lambda grad: torch.full_like(grad, 3e38))
+
+    def accumulate(step):
+        nn.functional.mse_loss(model(torch.ones(4, 3)), torch.zeros(4, 3)).backward()
+        for parameter in model.parameters():
+            parameter.grad.nan_to_num_(posinf=0.0)  # as a loop that throws infinite gradients away
+
+    named, _, _ = trained(model, 3, 1, before_step=accumulate)
+    assert named == [("1", 0)]
+    assert "produced by the backward pass of '1', in the gradient of its parameter" in caplog.text
+
+
+def test_parameters_are_not_measured_one_by_one():
+    """Only what is called has an order of its own."""
+    metric = NonFiniteSubscriber()
+    seen, measure = set(), metric.measure
+    metric.measure = lambda message: (seen.add(message.kind), measure(message))[1]
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Exporter(message_bus=MessageBus(), on_error="raise") as exporter:
+        exporter.add_modules(model)
+        exporter.message_bus.register_subscriber(metric)
+        for _ in range(2):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+    assert seen == {"input_data", "layer_inputs", "activations", "layer_gradients", "loss"}
+
+
 def test_clipping_is_named_where_it_is_to_blame(caplog):
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
 

@@ -237,6 +237,8 @@ class Subscriber(metaclass=_RegisteringType):
     ----------
     fields : collection of str
         The shared statistics that it reads, from `ikkuna.numerics.statistics.FIELDS`.
+    measured_kinds : collection of str, optional
+        The kinds whose tensors :meth:`measure` is called with; by default all.  Of the others it reads shared statistics alone.
     finite_only : bool
         Whether those statistics ignore NaN and Inf; otherwise they are NaN if an element is not finite.
     merge : {'sum', 'min', 'max', 'last', 'ranks'}
@@ -292,6 +294,7 @@ class Subscriber(metaclass=_RegisteringType):
     """
 
     fields: Collection[str] = ()
+    measured_kinds: Collection[str] | None = None
     finite_only: bool = False
     merge: str = "sum"
     is_of_function: bool = False

@@ -243,7 +243,13 @@ def _task(kind: str, wanting: tuple[Registered, ...]) -> Task:
     fields = needed_fields(asked) if asked else frozenset[str]()
     if not asked.isdisjoint(("nans", "infs")):
         fields |= {EXACT_COUNTS}
-    return Task(fields, wanting, tuple(s for s in wanting if s.subscriber.measures))
+    return Task(fields, wanting, tuple(s for s in wanting if _measures(s, kind)))
+
+
+def _measures(registered: Registered, kind: str) -> bool:
+    """Return whether a subscriber measures tensors of a kind itself."""
+    kinds = registered.subscriber.measured_kinds
+    return registered.subscriber.measures and (kinds is None or kind in kinds)
 
 
 NOTHING = Plan(())
