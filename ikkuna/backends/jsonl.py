@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from ikkuna.backends.file_backend import FileBackend
-from ikkuna.store.append_file import ReplacedEnd
+from ikkuna.store.json_lines import LinesFormat
 from ikkuna.store.names import Series
 from ikkuna.store.values import LISTS, NUMBERS, Matrix
 
@@ -25,23 +25,6 @@ def _number(value: float) -> str:
 
 def _numbers(values: Any) -> str:
     return f"[{', '.join(map(_number, values))}]"
-
-
-class _LinesFormat:
-    """The format of a file of JSON lines."""
-
-    replaces_bytes = True
-
-    def name(self, stem: str) -> str:
-        return f"values.{stem}.jsonl"
-
-    def header(self, replaced: ReplacedEnd | None = None) -> bytes:
-        if replaced is None:
-            return b""
-        return json.dumps({"replaces": replaced.name, "size": replaced.size}).encode() + b"\n"
-
-    def loss(self, values: int, first: int, last: int) -> bytes:
-        return json.dumps({"lost": values, "first_step": first, "step": last}).encode() + b"\n"
 
 
 class JSONLinesBackend(FileBackend):
@@ -62,8 +45,8 @@ class JSONLinesBackend(FileBackend):
         self._lines: list[str] = []
         self._heads: dict[Series, str] = {}
 
-    def _format(self) -> _LinesFormat:
-        return _LinesFormat()
+    def _format(self) -> LinesFormat:
+        return LinesFormat("values")
 
     def _head(self, series: Series) -> str:
         head = self._heads.get(series)

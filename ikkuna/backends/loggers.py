@@ -426,9 +426,6 @@ class RemoteBackend(LoggerBackend):
         return None if content is None else content.id
 
 
-Target = str | Backend | Callable[[str, float, int], object] | Any
-"""Values that ``backend=`` accepts: a name, a backend, or an object of the user for which `adapted` creates one."""
-
 _ADAPTERS: dict[str, Callable[[Any], LoggerBackend]] = {
     "log_metrics": LightningLoggerBackend,
     "add_scalar": SummaryWriterBackend,

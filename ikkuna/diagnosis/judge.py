@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import compress, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from ikkuna.diagnosis.findings import FindingList, Findings
 from ikkuna.diagnosis.history import GRADIENTS, TRAINING, History, Network
@@ -17,18 +17,17 @@ from ikkuna.store.finding import SEVERITIES, Finding
 from ikkuna.support.failures import FailureCounter, error_text, log
 
 
+@dataclass(slots=True)
 class _Place:
     """The state of one module."""
 
-    __slots__ = ("active", "bad", "good", "since")
-
-    def __init__(self) -> None:
-        self.active = False
-        self.bad = self.good = 0
-        self.since = 0
+    active: bool = False
+    bad: int = 0
+    good: int = 0
+    since: int = 0
 
 
-class Raised:
+class Raised(NamedTuple):
     """A score that has been bad for long enough.
 
     Parameters
@@ -39,11 +38,8 @@ class Raised:
         The step of the first bad score in a row.
     """
 
-    __slots__ = ("score", "since")
-
-    def __init__(self, score: Score, since: int) -> None:
-        self.score = score
-        self.since = since
+    score: Score
+    since: int
 
 
 class Alarm:
@@ -267,7 +263,7 @@ class Judge:
         self._last_deferred = step
 
     def _keep(self, kind: str, name: str | None, steps: Sequence[int], values: Sequence[float]) -> None:
-        """Keep values that were deferred."""
+        """Keep values of a series, which are finite, until :meth:`_flush`."""
         known = self._deferred.setdefault((kind, name), ([], []))
         known[0].extend(steps)
         known[1].extend(values)
@@ -294,11 +290,14 @@ class Judge:
         last = first + len(scores) - 1
         if scores[-1] > LIMIT:
             self._has_spiked("loss", last)
-        is_read = [step % every == 0 for step in range(first, last + 1)]
-        is_read[-1] |= scores[-1] > LIMIT
-        for kind, chosen in (("loss", is_read), (LOSS_BETWEEN, [not each for each in is_read])):
-            if any(chosen):
-                self._keep(kind, None, [*compress(range(first, last + 1), chosen)], [*compress(finite, chosen)])
+        steps = range(first, last + 1)
+        kinds = [
+            LOSS_BETWEEN if step % every and not score > LIMIT else "loss"
+            for step, score in zip(steps, scores, strict=True)
+        ]
+        for kind in dict.fromkeys(kinds):
+            chosen = [each is kind for each in kinds]
+            self._keep(kind, None, [*compress(steps, chosen)], [*compress(finite, chosen)])
         self._last_deferred = last
         return len(scores)
 

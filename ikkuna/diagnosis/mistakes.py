@@ -97,7 +97,8 @@ class Mistake:
         )
 
 
-def _names(text: str) -> frozenset[str]:
+def names(text: str) -> frozenset[str]:
+    """Return the names of mistakes in a text, which are separated by spaces."""
     return frozenset(text.split())
 
 
@@ -119,7 +120,7 @@ MISSING_STEP = Mistake(
     "it is not trained, and nothing is measured.",
     advice="call optimizer.step() after backward(); if no optimizer of torch.optim updates the model, call step() of the monitor after "
     "each step; if only a part of the model was added, set the whole model with set_model()",
-    explains=_names("no_learning lr_too_low plateau never_moves not_in_optimizer"),
+    explains=names("no_learning lr_too_low plateau never_moves not_in_optimizer"),
 )
 NO_BATCH = Mistake(
     "no_batch",
@@ -131,7 +132,7 @@ STEPS_LEFT_OUT = Mistake(
     "steps_left_out",
     meaning="The gradients of {figure:.0f} backward passes were cleared before a step, with the weights as they were: they had no effect.",
     advice="call optimizer.step() after each backward(), not in a condition; to accumulate gradients, clear them after the step only",
-    explains=_names("no_learning lr_too_low plateau"),
+    explains=names("no_learning lr_too_low plateau"),
 )
 NOT_IN_OPTIMIZER = Mistake(
     "not_in_optimizer",
@@ -139,14 +140,14 @@ NOT_IN_OPTIMIZER = Mistake(
     "warning",
     meaning="No optimizer owns this parameter, so it is not trained, and optimizer.zero_grad() does not clear its gradients.",
     advice="pass it to the optimizer, or call requires_grad_(False) if it is meant to stay as it is",
-    explains=_names("no_learning lr_too_low plateau"),
+    explains=names("no_learning lr_too_low plateau"),
 )
 UNREGISTERED_PARAMETERS = Mistake(
     "unregistered_parameters",
     "error",
     meaning="The output depends on {figure:.0f} parameters that are not registered in the model, so model.parameters() misses them.",
     advice="keep modules in nn.ModuleList or nn.ModuleDict, and parameters in nn.ParameterList, in place of lists and dictionaries",
-    explains=_names("no_learning lr_too_low plateau"),
+    explains=names("no_learning lr_too_low plateau"),
 )
 FROZEN_IN_OPTIMIZER = Mistake(
     "frozen_in_optimizer",
@@ -158,7 +159,7 @@ FROZEN_OUTPUT_LAYER = Mistake(
     "frozen_output_layer",
     meaning="The output layer is frozen, and its weights are those that its constructor made: no training has reached them.",
     advice="call requires_grad_(True) on the output layer after everything else was frozen, and before the optimizer is created",
-    explains=_names("no_learning plateau lr_too_low class_collapse"),
+    explains=names("no_learning plateau lr_too_low class_collapse"),
 )
 PARAMETER_IN_TWO_GROUPS = Mistake(
     "parameter_in_two_groups",
@@ -180,7 +181,7 @@ EVALUATION_MODE = Mistake(
     "warning",
     meaning="Modules are in evaluation mode while they train: dropout is off, and batch norm uses its running statistics.",
     advice="call model.train() before training and after each evaluation, or freeze the parameters of these modules",
-    explains=_names("overfit loss_spike"),
+    explains=names("overfit loss_spike"),
 )
 UNTIED_WEIGHTS = Mistake(
     "untied_weights",
@@ -189,14 +190,14 @@ UNTIED_WEIGHTS = Mistake(
     meaning="The weight of this layer is not the tensor of the embedding's weight, although both were tied.",
     advice="assign the weight of the embedding to this layer again after the model has been copied or loaded, before the optimizer "
     "is created (in transformers: model.tie_weights())",
-    explains=_names("not_in_optimizer never_moves no_gradient"),
+    explains=names("not_in_optimizer never_moves no_gradient"),
 )
 IDENTICAL_UNITS = Mistake(
     "identical_units",
     "error",
     meaning="All units of this layer have the same weights, so they will stay equal.",
     advice="initialise the weights at random",
-    explains=_names("signal_lost vanishing_gradient exploding_gradient"),
+    explains=names("signal_lost vanishing_gradient exploding_gradient"),
 )
 NONFINITE = Mistake(
     "nonfinite",
@@ -204,7 +205,7 @@ NONFINITE = Mistake(
     meaning="A value is NaN or infinite.",
     advice="look for log(0), 0/0 and overflow here, check the data, lower the learning rate or clip gradients; "
     "NonFiniteSubscriber() names the operation",
-    explains=_names(
+    explains=names(
         "diverges no_learning loss_spike dead_units ignores_input class_collapse zero_gradient never_moves plateau saturated "
         "vanishing_gradient gradient_spike gradient_jump lost_updates softmax_twice"
     ),
@@ -216,7 +217,7 @@ DEAD_UNITS = Mistake(
     meaning="{figure:.0%} of the units of this layer are inactive for every sample.",
     advice="lower the learning rate, check the bias and the initialisation of the layer before it and products with zero, or use a leaky "
     "rectifier",
-    explains=_names(
+    explains=names(
         "signal_lost ignores_input no_learning lr_too_low signal_scale vanishing_gradient zero_gradient class_collapse rank_collapse "
         "plateau never_moves update_ratio"
     ),
@@ -228,7 +229,7 @@ SIGNAL_LOST = Mistake(
     meaning="Before the first update the outputs are the same for every sample; the share of their energy that differs is {figure:.2g}.",
     advice="use larger initial weights, residual connections or a normalisation; look for a layer whose outputs are constant, as with a "
     "very negative bias or a product with zero",
-    explains=_names(
+    explains=names(
         "ignores_input vanishing_gradient no_learning lr_too_low lr_too_high saturated class_collapse rank_collapse plateau "
         "gradient_spike gradient_jump update_ratio"
     ),
@@ -239,7 +240,7 @@ SIGNAL_SCALE = Mistake(
     "info",
     meaning="Before the first update the outputs of this layer have a scale of {figure:.3g}.",
     advice="use smaller initial weights, a normalisation, or normalised inputs",
-    explains=_names(
+    explains=names(
         "signal_lost logit_growth loss_at_init lr_too_high exploding_gradient vanishing_gradient no_learning diverges dead_units "
         "loss_spike ignores_input nonfinite saturated class_collapse update_ratio rank_collapse plateau zero_gradient"
     ),
@@ -250,7 +251,7 @@ IGNORES_INPUT = Mistake(
     "info",
     meaning="The outputs are the same for every sample; only {figure:.2g} of their energy differs.",
     advice="search for a branch that is multiplied by zero, dead layers, or inputs that are constant or not used",
-    explains=_names("class_collapse no_learning rank_collapse plateau lr_too_low"),
+    explains=names("class_collapse no_learning rank_collapse plateau lr_too_low"),
 )
 BATCH_LEAK = Mistake(
     "batch_leak",
@@ -275,7 +276,7 @@ ONE_INDEX = Mistake(
     "error",
     meaning="The embedding gets the index {figure:g} for every sample, although the numbers that were converted to indices differ.",
     advice="convert the numbers before they are scaled: the conversion to integers removes everything behind the point",
-    explains=_names("ignores_input no_learning plateau zero_gradient never_moves"),
+    explains=names("ignores_input no_learning plateau zero_gradient never_moves"),
 )
 PADDING_INSIDE = Mistake(
     "padding_inside",
@@ -286,7 +287,7 @@ RUNNING_STATISTICS_FIXED = Mistake(
     "running_statistics_fixed",
     meaning="The momentum of this normalisation is 0: its running statistics stay as they are, and evaluation mode uses them.",
     advice="use a momentum above 0, such as 0.1; PyTorch multiplies the new statistics by it",
-    explains=_names("running_statistics"),
+    explains=names("running_statistics"),
 )
 PADDING_CHANGES_OUTPUT = Mistake(
     "padding_changes_output",
@@ -310,13 +311,13 @@ ONE_LABEL = Mistake(
     meaning="Every label is {figure:g}: there is nothing to distinguish.",
     advice="check how the labels are made, loaded and converted, as floating-point numbers to integers, and whether the data have "
     "examples of other labels",
-    explains=_names("lost_updates logit_growth repeated_batch ignores_input no_learning class_collapse not_shuffled"),
+    explains=names("lost_updates logit_growth repeated_batch ignores_input no_learning class_collapse not_shuffled"),
 )
 CONSTANT_RESULT = Mistake(
     "constant_result",
     meaning="An operation has the same result for every input, so that it passes no gradient.",
     advice="check the axis and the shape of its input; a single score needs a sigmoid in place of a softmax",
-    explains=_names(
+    explains=names(
         "zero_gradient signal_lost ignores_input no_learning plateau never_moves vanishing_gradient labels_out_of_reach all_gradients_zero"
     ),
 )
@@ -325,47 +326,47 @@ MASK_AS_INDEX = Mistake(
     "error",
     meaning="A mask of 0 and 1 is used as indices, which choose the rows 0 and 1 again and again.",
     advice="convert the mask to torch.bool before it chooses rows",
-    explains=_names("labels_without_gradient no_learning plateau class_collapse"),
+    explains=names("labels_without_gradient no_learning plateau class_collapse"),
 )
 TRIVIAL_OPTIMUM = Mistake(
     "trivial_optimum",
     meaning="The loss is least if the network returns the same for every input: all that it does is to draw outputs together.",
     advice="stop the gradient of one of the two, or add negatives or a term for the variance of outputs",
-    explains=_names("rank_collapse ignores_input signal_lost class_collapse plateau vanishing_gradient zero_gradient"),
+    explains=names("rank_collapse ignores_input signal_lost class_collapse plateau vanishing_gradient zero_gradient"),
 )
 ENTROPY_PUNISHED = Mistake(
     "entropy_punished",
     meaning="Beside rewards of both signs the loss has the entropy of probabilities with a factor of {figure:.2g}: "
     "it makes actions certain.",
     advice="subtract the entropy from the loss, so that it is a bonus",
-    explains=_names("class_collapse logit_growth plateau"),
+    explains=names("class_collapse logit_growth plateau"),
 )
 CODES_ACROSS_SAMPLES = Mistake(
     "codes_across_samples",
     "error",
     meaning="The similarities are those of codes whose length is 1 along the samples, and not each by itself.",
     advice="normalise each code along its features: functional.normalize(codes, dim=-1)",
-    explains=_names("no_learning plateau loss_floor"),
+    explains=names("no_learning plateau loss_floor"),
 )
 OWN_CANDIDATE = Mistake(
     "own_candidate",
     meaning="Each row is among the candidates to which it is compared, has the largest similarity with itself ({figure:.0%} of the "
     "probability), and is never the right one.",
     advice="fill the diagonal of the similarities with a large negative number before the softmax",
-    explains=_names("no_learning plateau"),
+    explains=names("no_learning plateau"),
 )
 VIEWED_AXES = Mistake(
     "viewed_axes",
     "error",
     meaning="A view has exchanged the axis of classes with another one without moving the elements: scores of several positions are mixed.",
     advice="use transpose or permute in place of view or reshape",
-    explains=_names("no_learning plateau class_collapse"),
+    explains=names("no_learning plateau class_collapse"),
 )
 PADDING_IN_LOSS = Mistake(
     "padding_in_loss",
     meaning="{figure:.0%} of the positions that the loss counts are padding at the ends of sequences.",
     advice="set these labels to the ignore_index of the loss, or multiply the loss of each position by a mask",
-    explains=_names("one_label class_collapse"),
+    explains=names("one_label class_collapse"),
 )
 INVERTED_MASK = Mistake(
     "inverted_mask",
@@ -373,7 +374,7 @@ INVERTED_MASK = Mistake(
     meaning="The attention has weights for the padding alone, and none for the tokens before it.",
     advice="invert the mask: in MultiheadAttention key_padding_mask is True where a key is left out, and in "
     "scaled_dot_product_attention attn_mask is True where it takes part",
-    explains=_names("no_learning signal_lost ignores_input plateau"),
+    explains=names("no_learning signal_lost ignores_input plateau"),
 )
 TIME_LEAK = Mistake(
     "time_leak",
@@ -397,7 +398,7 @@ NO_GRADIENT = Mistake(
     meaning="The weight is trainable, but no gradient ever reaches it.",
     advice="check that the loss uses the output of this module; search behind it for detach(), .data, torch.no_grad(), argmax, "
     "comparisons, new tensors, numpy, a backward that returns no gradient, or a reentrant checkpoint whose inputs need none",
-    explains=_names(
+    explains=names(
         "wrong_gradient signal_lost no_learning lr_too_low ignores_input never_moves plateau vanishing_gradient"
     ),
 )
@@ -406,14 +407,14 @@ WRONG_GRADIENT = Mistake(
     meaning="The loss depends on these parameters by a path that has no gradient.",
     advice="search behind this module for detach(), .data, torch.no_grad(), .item(), or a sample or rounding that passes no gradient, "
     "unless the gradient is stopped on purpose",
-    explains=_names("vanishing_gradient no_learning plateau"),
+    explains=names("vanishing_gradient no_learning plateau"),
 )
 REVERSED_GRADIENT = Mistake(
     "reversed_gradient",
     meaning="The gradient of the parameters before this module is the negative of the derivative of the loss: a step raises the loss.",
     advice="check the sign in backward() of a torch.autograd.Function; put a reversal that is meant for another loss in front of that "
     "one alone",
-    explains=_names("diverges no_learning plateau lr_too_high loss_spike"),
+    explains=names("diverges no_learning plateau lr_too_high loss_spike"),
 )
 EXPLODING_GRADIENT = Mistake(
     "exploding_gradient",
@@ -421,7 +422,7 @@ EXPLODING_GRADIENT = Mistake(
     "info",
     meaning="At the first step the gradient of this weight is {figure:.3g} times that of the last layers.",
     advice="use a smaller initialisation, a normalisation, or clip gradients",
-    explains=_names("nonfinite diverges loss_spike no_learning plateau"),
+    explains=names("nonfinite diverges loss_spike no_learning plateau"),
 )
 VANISHING_GRADIENT = Mistake(
     "vanishing_gradient",
@@ -429,7 +430,7 @@ VANISHING_GRADIENT = Mistake(
     "info",
     meaning="The gradient of this weight is only {figure:.1g} of those of other layers.",
     advice="use rectifiers, residual connections, a normalisation or a larger initialisation",
-    explains=_names("ignores_input no_learning plateau class_collapse"),
+    explains=names("ignores_input no_learning plateau class_collapse"),
 )
 
 # -- data and loss ----------------------------------------------------------------------------------------------------
@@ -440,7 +441,7 @@ INPUT_SCALE = Mistake(
     "info",
     meaning="Mean or standard deviation of the inputs is {figure:.3g}.",
     advice="normalise the inputs to mean 0 and standard deviation 1",
-    explains=_names(
+    explains=names(
         "signal_lost signal_scale loss_at_init lr_too_high dead_units no_learning ignores_input diverges exploding_gradient nonfinite "
         "saturated class_collapse loss_spike update_ratio plateau vanishing_gradient zero_gradient logit_growth"
     ),
@@ -450,7 +451,7 @@ TARGET_SCALE = Mistake(
     "info",
     meaning="Mean or standard deviation of the targets is {figure:.3g}.",
     advice="normalise the targets to mean 0 and standard deviation 1",
-    explains=_names("exploding_gradient unbounded_loss labels_out_of_reach"),
+    explains=names("exploding_gradient unbounded_loss labels_out_of_reach"),
 )
 FIRST_STEP_RUNS = Mistake(
     "first_step_runs",
@@ -480,7 +481,7 @@ LOSS_AT_INIT = Mistake(
     meaning="Before the first update the cross-entropy is {figure:.1f} times that of a guess.",
     advice="scale down the initial weights of the last layer, and of others that are far above one over the root of their number of "
     "inputs; check the normalisation of the inputs",
-    explains=_names(
+    explains=names(
         "logit_growth ignores_input lr_too_high exploding_gradient no_learning diverges dead_units loss_spike saturated"
     ),
 )
@@ -490,7 +491,7 @@ LOSS_SCALE = Mistake(
     "warning",
     meaning="The gradients are {figure:.0f} times those of the mean loss.",
     advice='use reduction="mean", or divide the loss by the number of labels',
-    explains=_names(
+    explains=names(
         "lr_too_high diverges nonfinite no_learning dead_units ignores_input lr_too_low loss_spike loss_at_init class_collapse "
         "update_ratio plateau zero_gradient"
     ),
@@ -499,7 +500,7 @@ DIVIDED_TWICE = Mistake(
     "divided_twice",
     meaning="The loss is a mean, divided by the number of samples ({figure:.0f}) again: larger batches have smaller gradients.",
     advice='leave the division out, or use reduction="sum"',
-    explains=_names("lr_too_low no_learning plateau vanishing_gradient update_ratio"),
+    explains=names("lr_too_low no_learning plateau vanishing_gradient update_ratio"),
 )
 MIXED_REDUCTION = Mistake(
     "mixed_reduction",
@@ -512,7 +513,7 @@ LABELS_OF_OTHER_SAMPLES = Mistake(
     meaning="The loss compares {figure:.0%} of the outputs of a sample with labels of other samples.",
     advice="look for a reshape in place of a transpose, for the order of time and samples in outputs and labels, and for sorted or "
     "shuffled rows that are not put back",
-    explains=_names("batch_leak batch_position no_learning plateau"),
+    explains=names("batch_leak batch_position no_learning plateau"),
 )
 LABEL_IN_INPUTS = Mistake(
     "label_in_inputs",
@@ -529,65 +530,65 @@ SOFTMAX_TWICE = Mistake(
     "error",
     meaning="The outputs are probabilities, and the loss applies the softmax to them a second time.",
     advice="remove the softmax from the model, or use NLLLoss with log-probabilities",
-    explains=_names("no_learning ignores_input vanishing_gradient lr_too_low class_collapse plateau loss_floor"),
+    explains=names("no_learning ignores_input vanishing_gradient lr_too_low class_collapse plateau loss_floor"),
 )
 ACTIVATION_BEFORE_LOSS = Mistake(
     "activation_before_loss",
     meaning="The outputs have passed an activation function before the cross-entropy, which limits the scores of classes.",
     advice="remove the last activation function of the model",
-    explains=_names("no_learning plateau dead_units"),
+    explains=names("no_learning plateau dead_units"),
 )
 NO_LOG_SOFTMAX = Mistake(
     "no_log_softmax",
     "error",
     meaning="The loss wants log-probabilities, but the outputs are not those.",
     advice="apply log_softmax to the outputs, or use CrossEntropyLoss",
-    explains=_names("no_learning diverges plateau"),
+    explains=names("no_learning diverges plateau"),
 )
 SIGMOID_TWICE = Mistake(
     "sigmoid_twice",
     "error",
     meaning="The outputs have passed a sigmoid, and the loss applies the sigmoid to them a second time.",
     advice="remove the sigmoid from the model, or use BCELoss",
-    explains=_names("no_learning ignores_input vanishing_gradient lr_too_low saturated plateau"),
+    explains=names("no_learning ignores_input vanishing_gradient lr_too_low saturated plateau"),
 )
 
 UNBOUNDED_LOSS = Mistake(
     "unbounded_loss",
     meaning="The loss has no lower bound: it falls without end.",
     advice="check the sign of each term and the range of the labels",
-    explains=_names("diverges nonfinite loss_spike"),
+    explains=names("diverges nonfinite loss_spike"),
 )
 WRONG_OPTIMUM = Mistake(
     "wrong_optimum",
     "error",
     meaning="The outputs of the least loss are not those of the labels.",
     advice="check the order of the axes, the order of the arguments, and the sign of the loss",
-    explains=_names("unbounded_loss no_learning diverges plateau class_collapse"),
+    explains=names("unbounded_loss no_learning diverges plateau class_collapse"),
 )
 LOSS_FLOOR = Mistake(
     "loss_floor",
     meaning="The loss cannot fall below {figure:.3g}, whatever the outputs are.",
     advice="look for a softmax or a sigmoid that the loss applies twice",
-    explains=_names("no_learning plateau lr_too_low"),
+    explains=names("no_learning plateau lr_too_low"),
 )
 LABELS_WITHOUT_GRADIENT = Mistake(
     "labels_without_gradient",
     meaning="The loss ignores {figure:.0%} of the labels.",
     advice="check indices, ignore_index, class weights of 0 and masks",
-    explains=_names("class_collapse no_learning plateau"),
+    explains=names("class_collapse no_learning plateau"),
 )
 LABELS_OUT_OF_REACH = Mistake(
     "labels_out_of_reach",
     meaning="The last activation of the model cannot return {figure:.0%} of the labels.",
     advice="remove the last activation, or bring the labels into its range",
-    explains=_names("plateau"),
+    explains=names("plateau"),
 )
 LABELS_NO_DISTRIBUTION = Mistake(
     "labels_no_distribution",
     meaning="The labels of a sample are no probabilities of the classes: their sum is not 1 (but {figure:.3g}).",
     advice="use BCEWithLogitsLoss for several labels, divide the labels of a sample by their sum, or apply a softmax to scores",
-    explains=_names("plateau unbounded_loss"),
+    explains=names("plateau unbounded_loss"),
 )
 LOSS_CONTRACT = Mistake(
     "loss_contract",
@@ -595,7 +596,7 @@ LOSS_CONTRACT = Mistake(
     "warning",
     meaning="An argument of the loss is not what this loss needs.",
     advice="compare the arguments with the documentation of the loss",
-    explains=_names(
+    explains=names(
         "unbounded_loss wrong_optimum loss_floor labels_without_gradient labels_out_of_reach all_gradients_zero no_learning plateau "
         "diverges class_collapse target_scale"
     ),

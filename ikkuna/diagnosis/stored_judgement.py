@@ -1,6 +1,5 @@
 """The backend that stores the findings of the rules and the values that they have read."""
 
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -10,32 +9,13 @@ import numpy as np
 from ikkuna.backends.file_backend import FileBackend
 from ikkuna.diagnosis.stored_findings import event_line, event_text
 from ikkuna.diagnosis.stored_values import ReadValues, RuleValuesFormat
-from ikkuna.store.append_file import ReplacedEnd
+from ikkuna.store.json_lines import LinesFormat
 from ikkuna.store.names import Series, SeriesGroup
 from ikkuna.store.values import ModuleEntry
 from ikkuna.store.writer import FileWriter
 
 JudgedStep = tuple[int, list[ReadValues]]
 """A step that was judged, and what the rules have read since the one before."""
-
-
-class _EventsFormat:
-    """The format of the file of findings."""
-
-    replaces_bytes = True
-
-    def name(self, stem: str) -> str:
-        return f"findings.{stem}.jsonl"
-
-    def header(self, replaced: ReplacedEnd | None = None) -> bytes:
-        return b"" if replaced is None else _line({"replaces": replaced.name, "size": replaced.size})
-
-    def loss(self, values: int, first: int, last: int) -> bytes:
-        return _line({"lost": values, "first_step": first, "step": last})
-
-
-def _line(fields: dict[str, object]) -> bytes:
-    return json.dumps(fields).encode() + b"\n"
 
 
 class JudgementBackend(FileBackend):
@@ -58,7 +38,7 @@ class JudgementBackend(FileBackend):
         return self._values_format
 
     def _new_writer(self, directory: Path | Callable[[], Path]) -> FileWriter:
-        self._events = FileWriter(directory, _EventsFormat(), capacity=self._capacity)
+        self._events = FileWriter(directory, LinesFormat("findings"), capacity=self._capacity)
         return super()._new_writer(directory)
 
     def describe(self, modules: Sequence[ModuleEntry]) -> None:

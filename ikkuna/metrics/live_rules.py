@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from ikkuna.distributed.rendezvous import World
 from ikkuna.errors import ConfigError, ConfigTypeError, StopTraining, unknown_name
 from ikkuna.metrics.bus.bus import Handle, MessageBus
 from ikkuna.metrics.messages.batch import MessageBatch
-from ikkuna.metrics.messages.kinds import EVENT_KINDS, MICRO_KINDS, OBJECTIVE, is_built_in
+from ikkuna.metrics.messages.kinds import EVENT_KINDS, FACT_KINDS, MICRO_KINDS, OBJECTIVE, is_built_in
 from ikkuna.metrics.messages.message import Message, ModuleMessage, NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.metrics.subscriber.base import StepLosses, Subscriber
@@ -65,13 +65,6 @@ def shared_kinds(kinds: Iterable[str]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-class Receiver(Protocol):
-    """Stores the values that rules read."""
-
-    def receive_all(self, batch: MessageBatch, kind: str, values: NDArray[np.float64]) -> None:
-        """Store one value for each message of a batch."""
-
-
 class StatisticsReader(Subscriber):
     """Passes the shared statistics of one kind on to the rules.
 
@@ -81,8 +74,8 @@ class StatisticsReader(Subscriber):
         The kind.
     statistics : tuple of str
         Keys of `STATISTICS`.
-    receiver : Receiver
-        Stores the values.
+    receive : callable
+        Stores one value for each message of a batch, under a kind.
     **options : Any
         See `Subscriber`.
     """
@@ -93,19 +86,19 @@ class StatisticsReader(Subscriber):
         self,
         kind: str,
         statistics: tuple[str, ...],
-        receiver: Receiver,
+        receive: Callable[[MessageBatch, str, NDArray[np.float64]], None],
         **options: Any,
     ) -> None:
         super().__init__(kind, **options)
         self.fields = tuple(dict.fromkeys(field for name in statistics for field in STATISTICS[name][0]))
         self._results = tuple((f"{kind}_{name}", STATISTICS[name][1]) for name in statistics)
-        self._receiver = receiver
+        self._receive = receive
 
     def compute_batch(self, batch: MessageBatch) -> None:
         """Pass the values of all modules on."""
         for kind, function in self._results:
             values = np.broadcast_to(np.asarray(function(batch.records), np.float64), (len(batch),))
-            self._receiver.receive_all(batch, kind, values)
+            self._receive(batch, kind, values)
 
 
 OnFinding = Callable[[Finding], object]
@@ -187,7 +180,6 @@ class RuleSubscriber(Subscriber):
         self.actions: list[OnFinding] = []
         self.preflight: RecordedPreflight | None = None
         self._store = JudgementBackend() if any(map(_writes_files, self.backends)) else None
-        self._groups: dict[tuple[str, str | None, str], SeriesGroup] = {}
         self._kept: list[ReadValues] = []  # in the open step
         self._judged: list[JudgedStep] = []  # steps that are not stored yet
 
@@ -231,9 +223,7 @@ class RuleSubscriber(Subscriber):
         self._keep(self._group(kind, name, pass_name), np.array([value]), step)
 
     def _group(self, kind: str, name: str | None, pass_name: str = TRAINING) -> SeriesGroup:
-        if (group := self._groups.get((kind, name, pass_name))) is None:
-            group = self._groups[kind, name, pass_name] = SeriesGroup(kind, (name,), pass_name)
-        return group
+        return self._curve_group(self._batch_names(((None, "", name),)), kind, pass_name)
 
     def _keep(self, group: SeriesGroup, values: NDArray[np.float64], step: int) -> None:
         """Keep values that a rule reads, which are stored at the end of the step, so that they can be judged again."""
@@ -392,7 +382,7 @@ class RuleSubscriber(Subscriber):
         for finding in found:
             self._act(finding, stamp)
         if found:
-            self._show(NetworkMessage(stamp, "findings"), self.findings.as_markdown(), "findings")
+            self.show(NetworkMessage(stamp, "findings"), self.findings.as_markdown())
         for finding in found:
             if finding.severity in self._stopping:
                 raise StopTraining(finding)
@@ -436,7 +426,7 @@ class RuleSubscriber(Subscriber):
 
     def _act(self, finding: Finding, stamp: Stamp) -> None:
         # before the line is logged, so that the run is named first
-        self._show(NetworkMessage(stamp, "findings", path=finding.rule), finding, "findings")
+        self.show(NetworkMessage(stamp, "findings", path=finding.rule), finding)
         verbosity = getattr(getattr(self._host, "settings", None), "verbosity", 1)
         mark, _, text = str(finding).partition(":")
         advice = f" Try: {finding.advice.rstrip('.')}." if finding.advice else ""
@@ -464,12 +454,7 @@ def _writes_files(backend: "str | Backend") -> bool:
     return type(get_backend(adapted(backend))).open is not Backend.open
 
 
-_OWN = (
-    *("averaged_ranks", "evaluations_in_training_mode", "gradients_at_step", "micro_batches", "undivided_losses"),
-    "random_numbers_repeated",
-    *("learning_rate", "optimizer_closure", "step_skipped", "unowned_parameters"),
-    *("optimizer_beta1", "optimizer_beta2", "optimizer_epsilon", "optimizer_initial_rate", "optimizer_weight_decay"),
-)
+_OWN = ("learning_rate", *FACT_KINDS)
 
 RuleSelection = str | Rule | Iterable[str | Rule]
 """Names of rules and `Rule` objects, see `ikkuna.diagnosis.get_rules`."""
@@ -551,7 +536,7 @@ def register_rules(
             reader = StatisticsReader(
                 kind,
                 statistics,
-                subscriber,
+                subscriber.receive_all,
                 subsample=every,
                 modules=_few(judge.history.network) if kind in MICRO_KINDS else None,
                 backend=[],

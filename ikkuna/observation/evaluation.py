@@ -17,7 +17,7 @@ from ikkuna.observation.ranks import Exchange
 from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.observation.step_cycle import ReplacedModules, SamplingPlans, StepCycle
 from ikkuna.observation.steps.step_tracker import State
-from ikkuna.support.undisturbed import run_undisturbed
+from ikkuna.support.undisturbed import call_model, run_undisturbed
 
 
 class OtherPasses:
@@ -143,7 +143,7 @@ def run(
         for batch in batches:
             pair = batch if isinstance(batch, tuple | list) and len(batch) == 2 else (batch, None)
             inputs, labels = (_to(part, device) for part in pair)
-            outputs = (call or _call)(model, inputs)
+            outputs = (call or call_model)(model, inputs)
             if loss is not None and isinstance(outputs, Tensor) and isinstance(labels, Tensor):
                 loss(outputs, labels)
             if visit is not None:
@@ -151,12 +151,6 @@ def run(
                 visit(outputs, without_ignored(labels, ignored) if isinstance(labels, Tensor) else labels)
 
     run_undisturbed(visit_all, model, batches)
-
-
-def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
 def _to(value: Any, device: torch.device) -> Any:

@@ -15,11 +15,10 @@ from ikkuna.report.charts import folded
 from ikkuna.report.content import RunContent, network_charts, run_name
 from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
 from ikkuna.report.modules import module_kinds
-from ikkuna.report.page import page_target, render, separate_names
+from ikkuna.report.page import page_target, render, separate_names, write_page
 from ikkuna.store import SeriesValues, StoredRun, read_run
 from ikkuna.store.quantity import step_order
 from ikkuna.store.values import ModuleOrder
-from ikkuna.support.files import atomic_file
 
 _FACTOR = 6.0
 _PERSISTENT = 3  # values
@@ -292,13 +291,7 @@ def write_diff(
     ConfigError
         If there is no directory for the page.
     """
-    target = page_target(path)
-    progress("drawing")
-    page = difference_page(found, first, second)
-    with atomic_file(target) as file:
-        file.write(page.encode("utf-8", "replace"))
-    progress("")
-    return target
+    return write_page(page_target(path), lambda: difference_page(found, first, second), progress)
 
 
 def difference_page(found: RunDifference, first: RunContent, second: RunContent, **values: Any) -> str:

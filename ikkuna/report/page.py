@@ -85,8 +85,13 @@ def write_report(
         content.findings = findings_of(run, muted)
         content.read_settings()
         contents.append(content)
+    return write_page(target, lambda: report_page(contents), progress)
+
+
+def write_page(target: Path, draw: Callable[[], str], progress: Callable[[str], None]) -> Path:
+    """Write the page that `draw` returns to a file, which appears complete or not at all; return the file."""
     progress("drawing")
-    page = report_page(contents)
+    page = draw()
     with atomic_file(target) as file:
         file.write(page.encode("utf-8", "replace"))
     progress("")

@@ -1,4 +1,4 @@
-"""Reads files of JSON lines."""
+"""The format of files of JSON lines, and how they are read."""
 
 import json
 import math
@@ -7,8 +7,41 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ikkuna.store.append_file import ReplacedEnd
 from ikkuna.store.values import LISTS, NUMBERS
 from ikkuna.support.failures import log
+
+
+class LinesFormat:
+    """The format of a file of JSON lines.
+
+    Parameters
+    ----------
+    content : str
+        The first word of its name.
+    """
+
+    replaces_bytes = True
+
+    def __init__(self, content: str) -> None:
+        self._content = content
+
+    def name(self, stem: str) -> str:
+        """Return the name of the file."""
+        return f"{self._content}.{stem}.jsonl"
+
+    def header(self, replaced: ReplacedEnd | None = None) -> bytes:
+        """Return the first line of a file that replaces the end of another one."""
+        return b"" if replaced is None else _line({"replaces": replaced.name, "size": replaced.size})
+
+    def loss(self, values: int, first: int, last: int) -> bytes:
+        """Return a line that reports lost values."""
+        return _line({"lost": values, "first_step": first, "step": last})
+
+
+def _line(fields: dict[str, object]) -> bytes:
+    return json.dumps(fields).encode() + b"\n"
+
 
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 

@@ -1,12 +1,11 @@
 """Outputs, labels and options of a loss, as the nodes of autograd have saved them."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ikkuna.support.torch_internals import saved_by
+from ikkuna.support.torch_internals import nodes_behind, saved_by
 
 _MOST_NODES = 256  # a loss is composed of fewer; behind them is the model
 _SAME_ORDER = ("LogSoftmax", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias", "ToCopy", "Clone")
@@ -71,14 +70,8 @@ def loss_arguments(losses: Iterable[Any], outputs: Iterable[Tensor] = ()) -> lis
 
 def _nodes(losses: Iterable[Any]) -> Iterator[Any]:
     """Yield the nodes of a graph, those nearest to the losses first, but none behind one that has saved labels."""
-    waiting = deque(x.grad_fn for x in losses if isinstance(x, Tensor) and x.grad_fn is not None)
-    seen = set(waiting)
-    while waiting and len(seen) < _MOST_NODES:
-        yield (node := waiting.popleft())
-        if not hasattr(type(node), "_saved_target"):
-            new = [behind for behind, _ in node.next_functions if behind is not None and behind not in seen]
-            seen.update(new)
-            waiting.extend(new)
+    first = (x.grad_fn for x in losses if isinstance(x, Tensor))
+    return nodes_behind(first, _MOST_NODES, lambda node: hasattr(type(node), "_saved_target"))
 
 
 def _of_probabilities(node: Any, known: dict[Any, Tensor]) -> LossArguments | None:

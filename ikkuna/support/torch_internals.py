@@ -5,7 +5,9 @@ The functions are aliases where possible, because some of them run in every hook
 """
 
 import ctypes
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from operator import methodcaller
@@ -206,6 +208,42 @@ def saves_tensors_elsewhere() -> bool:
     """
     top = getattr(getattr(_C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
     return top is not None and top(True) is not None
+
+
+def _ends_nowhere(node: Any) -> bool:
+    return False
+
+
+def nodes_behind(
+    first: Iterable[Any], most: float = math.inf, ends: Callable[[Any], bool] = _ends_nowhere
+) -> Iterator[Any]:
+    """Yield nodes of a graph of autograd and those behind them, each once, the nearest first.
+
+    Parameters
+    ----------
+    first : iterable of object
+        The nodes to begin with; ``None`` is left out.
+    most : float
+        The walk ends when it has found so many nodes.
+    ends : callable
+        Returns whether nothing behind a node is wanted.
+
+    Examples
+    --------
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> [node.name() for node in nodes_behind([x.exp().log().grad_fn])]
+    ['LogBackward0', 'ExpBackward0', 'torch::autograd::AccumulateGrad']
+    """
+    waiting = deque(dict.fromkeys(node for node in first if node is not None))
+    seen = set(waiting)
+    while waiting and len(seen) < most:
+        yield (node := waiting.popleft())
+        if not ends(node):
+            new = dict.fromkeys(
+                behind for behind, _ in node.next_functions if behind is not None and behind not in seen
+            )
+            seen.update(new)
+            waiting.extend(new)
 
 
 def saved_by(node: Any, name: str) -> Any:

@@ -268,6 +268,13 @@ def as_tensor(value: Any, model: nn.Module) -> Any:
     return tensor.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
 
 
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Return ``model(inputs)``; a tuple or list is passed as several arguments, a dictionary as named arguments."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
 def run_model(model: nn.Module, x: Any) -> Any:
     """Return ``model(x)``; a tuple is passed as several arguments, a dictionary as named arguments."""
     if isinstance(x, dict):

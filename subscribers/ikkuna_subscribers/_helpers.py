@@ -16,6 +16,7 @@ from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages import ModuleMessage, NetworkMessage
 from ikkuna.export.subscriber import Pending, PlotSubscriber
 from ikkuna.metrics.messages.kinds import PARAMETER_KINDS, STATE_PREFIXES
+from ikkuna.support.undisturbed import call_model
 
 
 def require_integers(owner: str, least: int = 1, **numbers: object) -> None:
@@ -396,7 +397,7 @@ class ProbeSubscriber(PlotSubscriber):
             Returns, for the model, a context manager that surrounds each call of it.
         """
         assert self.evaluate is not None
-        forward = self.forward or _call
+        forward = self.forward or call_model
 
         def call(model: nn.Module, inputs: Any) -> Any:
             with around(model):
@@ -472,12 +473,6 @@ def first_tensor(output: Any) -> Tensor | None:
 
 def _owns(module: nn.Module) -> bool:
     return bool(module._parameters) or "parametrizations" in module._modules
-
-
-def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
 def _text(error: Exception) -> str:

@@ -17,12 +17,9 @@ from ikkuna.numerics.geometry import ROW_STATISTICS, row_means, row_sums
 from ikkuna.numerics.precision import FORMATS, QUANTIZED_FORMATS, count_losses, quantization_errors, shares
 from ikkuna.numerics.statistics import Record
 from ikkuna.numerics.statistics.float_code import SAMPLE, sample
-from ikkuna.numerics.statistics.histogram import Buckets, Histograms
+from ikkuna.numerics.statistics.histogram import SIGMA, Buckets, Histograms
 from ikkuna.numerics.statistics.record import Records
 from ikkuna_subscribers._helpers import require_integers
-
-SIGMA_PERCENTILES = (0.13, 2.28, 15.87, 50.0, 84.13, 97.72, 99.87)
-"""The percentiles of a normal distribution at -3, -2, … 3 standard deviations from its mean."""
 
 
 class PercentileSubscriber(SharedStatisticSubscriber):
@@ -69,7 +66,7 @@ class PercentileSubscriber(SharedStatisticSubscriber):
     def __init__(
         self,
         kind: str,
-        percentiles: float | Sequence[float] = SIGMA_PERCENTILES,
+        percentiles: float | Sequence[float] = SIGMA,
         *,
         exact: bool = False,
         **options: Any,

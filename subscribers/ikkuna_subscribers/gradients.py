@@ -14,7 +14,7 @@ from torch import Tensor
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import MeasuredStep, Message, ModuleMessage, NetworkMessage, Stamp
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
-from ikkuna.metrics.messages.kinds import MICRO_KINDS, PARAMETER_KINDS
+from ikkuna.metrics.messages.kinds import MICRO_KINDS, PARAMETER_KINDS, UNCLIPPED_KINDS
 from ikkuna.numerics.elements import readable
 from ikkuna.numerics.geometry import dot, spread_elements, squared_norm
 from ikkuna.numerics.noise import RunningNoise, gradient_snr, pairwise_noise_scale, sign_agreement, signs_of
@@ -25,7 +25,7 @@ log = logging.getLogger("ikkuna")
 SQUARES, COUNT, PRODUCTS, PAIRS, FIRST = range(5)
 """The positions in a row.  All are summed over micro-batches and ranks; on each rank one gradient is the first of a window."""
 
-_REDUCED = ("weight_gradients", "bias_gradients")
+_GRADIENTS = ("weight_gradients", "bias_gradients")
 
 
 @dataclass(slots=True)
@@ -116,7 +116,7 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
             raise ConfigError(f"GradientNoiseScaleSubscriber takes ranks=True or steps > 1, got both ({steps=})")
         names = ("gradient_noise_scale", "gradient_covariance_trace", "gradient_square", "noise_hides_gradient")
         name_results(options, *names)
-        kinds = (*MICRO_KINDS, *(_REDUCED if ranks else ()), *(("input_data",) if batch_size is None else ()))
+        kinds = (*MICRO_KINDS, *(_GRADIENTS if ranks else ()), *(("input_data",) if batch_size is None else ()))
         super().__init__(kinds, **options)
         self.ranks = ranks
         self.batch_size = batch_size
@@ -140,7 +140,7 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
             return None
         gradient = read[0]
         square = squared_norm(gradient)
-        if message.kind in _REDUCED:
+        if message.kind in _GRADIENTS:
             return square.reshape(1)
         before = self._take_total(message, gradient)
         product = torch.zeros_like(square) if before is None else dot(before.value, gradient)
@@ -173,7 +173,7 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
         """Add the rows until the window is over."""
         if message.kind == "input_data":
             self._samples.add(message)
-        elif message.kind in _REDUCED:
+        elif message.kind in _GRADIENTS:
             self._reduced += message.data.item()
         else:
             self._rows[message.kind, message.series_name] += message.data
@@ -399,10 +399,6 @@ class SignAgreementSubscriber(PlotSubscriber):
         self.emit(message, same / counted if counted else math.nan)
 
 
-_UNCLIPPED = ("weight_gradients_unclipped", "bias_gradients_unclipped")
-_CLIPPED = ("weight_gradients", "bias_gradients")
-
-
 class ClippingSubscriber(PlotSubscriber):
     r"""The L2 norm of all gradients before clipping, and the share of steps whose gradients were clipped.
 
@@ -445,7 +441,7 @@ class ClippingSubscriber(PlotSubscriber):
     def __init__(self, *, window: int = 100, **options: Any) -> None:
         require_integers("ClippingSubscriber", window=window)
         name_results(options, "gradient_norm_unclipped", "clipped_share")
-        super().__init__((*_UNCLIPPED, *_CLIPPED), **options)
+        super().__init__((*UNCLIPPED_KINDS, *_GRADIENTS), **options)
         self.window = window
         self._clipped: list[bool] = []
 
@@ -453,7 +449,7 @@ class ClippingSubscriber(PlotSubscriber):
         """Emit the norm before clipping, and the share of clipped steps."""
         norms: dict[bool, list[float]] = {True: [], False: []}
         for batch in step:
-            norms[batch.kind in _UNCLIPPED] += batch.records.l2_norm.tolist()
+            norms[batch.kind in UNCLIPPED_KINDS] += batch.records.l2_norm.tolist()
         if not (norms[True] and norms[False]):
             return
         before, after = math.hypot(*norms[True]), math.hypot(*norms[False])
@@ -504,7 +500,7 @@ class LossChangeBoundSubscriber(PlotSubscriber):
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("publishes", "loss_change_bound")
-        super().__init__((*_UNCLIPPED, "weights", "biases"), **options)
+        super().__init__((*UNCLIPPED_KINDS, "weights", "biases"), **options)
         self._before: dict[tuple[str, str | None], Tensor] = {}
         self._gradients: dict[tuple[str, str | None], tuple[int, Tensor]] = {}
 
@@ -514,7 +510,7 @@ class LossChangeBoundSubscriber(PlotSubscriber):
         if found is None:
             return None
         key = "bias" if message.kind.startswith("bias") else "weight", message.series_name
-        if message.kind in _UNCLIPPED:
+        if message.kind in UNCLIPPED_KINDS:
             self._gradients[key] = message.global_step, found
             return None
         step, gradient = self._gradients.pop(key, (-1, found))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ikkuna.support.torch_internals import saved_by, shape_behind
+from ikkuna.support.torch_internals import nodes_behind, saved_by, shape_behind
 
 _MOST_NODES = 20_000  # a walk of some milliseconds, in few steps
 _MOST_PATHS = 400
@@ -80,15 +80,9 @@ class ObjectiveGraph:
 
 def nearest_parameters(node: Any, most: int = 200) -> Iterator[int]:
     """Yield the ids of the leaves behind a node, the nearest first."""
-    waiting, seen = deque([node]), {node}
-    while waiting and len(seen) < most:
-        node = waiting.popleft()
-        if (variable := getattr(node, "variable", None)) is not None:
+    for each in nodes_behind([node], most):
+        if (variable := getattr(each, "variable", None)) is not None:
             yield id(variable)
-        for behind, _ in node.next_functions:
-            if behind is not None and behind not in seen:
-                seen.add(behind)
-                waiting.append(behind)
 
 
 class Term(NamedTuple):

@@ -19,6 +19,7 @@ from ikkuna.store.finding import Finding
 from ikkuna.support.failures import log, switched
 from ikkuna.support.modules import module_of, named_modules, named_parameters
 from ikkuna.support.threads import run_apart
+from ikkuna.support.torch_internals import nodes_behind
 from ikkuna.support.undisturbed import gradients
 
 _MOST_PASSES = 6
@@ -181,15 +182,10 @@ class RecordedObjective:
 
 def _is_of_data(node: Any) -> bool:
     """Return whether one of the nearest operations behind a node is that of a layer."""
-    waiting, seen = [node], {node}
-    while waiting and len(seen) < 200:
-        node = waiting.pop()
-        if operation(node) in _OF_DATA or (operation(node) == "Mm" and None in [n for n, _ in node.next_functions]):
-            return True
-        new = [behind for behind, _ in node.next_functions if behind is not None and behind not in seen]
-        seen.update(new)
-        waiting += new
-    return False
+    return any(
+        operation(each) in _OF_DATA or (operation(each) == "Mm" and None in [n for n, _ in each.next_functions])
+        for each in nodes_behind([node], 200)
+    )
 
 
 def _module_behind(node: Any, names: dict[int, str]) -> str | None:

@@ -16,6 +16,7 @@ from ikkuna.diagnosis.preflight_checks.trial import Trial, directions
 from ikkuna.store.finding import Finding
 from ikkuna.support.failures import error_text
 from ikkuna.support.modules import module_of, named_parameters
+from ikkuna.support.torch_internals import nodes_behind
 from ikkuna.support.undisturbed import run_model
 
 _STEPS = (1e-5, 1e-6)  # relative to the root mean square of each parameter
@@ -82,16 +83,8 @@ def _gradients(precise: Trial, parameters: dict[str, nn.Parameter]) -> tuple[dic
 
 def _has_own_derivatives(loss: Tensor) -> bool:
     """Return whether a subclass of `torch.autograd.Function` is in the graph."""
-    pending, seen = [loss.grad_fn], set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        if issubclass(type(node), torch.autograd.function.BackwardCFunction):
-            return True
-        seen.add(node)
-        pending += [following for following, _ in node.next_functions]
-    return False
+    own = torch.autograd.function.BackwardCFunction
+    return any(issubclass(type(node), own) for node in nodes_behind([loss.grad_fn]))
 
 
 def _differs(

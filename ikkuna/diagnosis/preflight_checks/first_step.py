@@ -28,7 +28,7 @@ from ikkuna.diagnosis.preflight_checks.outputs import (
 from ikkuna.diagnosis.preflight_checks.training_setup import TrainingSetup
 from ikkuna.numerics.layers import dead_share, unit_counters
 from ikkuna.support.modules import module_of, named_parameters
-from ikkuna.support.torch_internals import pytree
+from ikkuna.support.torch_internals import nodes_behind, pytree
 from ikkuna.support.undisturbed import run_model
 
 
@@ -326,17 +326,8 @@ def run_first_step(setup: TrainingSetup) -> FirstStep:
 
 def _foreign_parameters(result: Any, known: set[int]) -> list[nn.Parameter]:
     """Return the parameters in the graphs of the tensors of a result whose ids are not known."""
-    nodes = [tensor.grad_fn for tensor in tensors_of(result) if tensor.grad_fn is not None]
-    seen, found = set(nodes), []
-    while nodes:
-        node = nodes.pop()
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
-            found.append(leaf)
-        fresh = {parent for parent, _ in node.next_functions if parent is not None} - seen
-        seen |= fresh
-        nodes += fresh
-    return found
+    leaves = (getattr(node, "variable", None) for node in nodes_behind(tensor.grad_fn for tensor in tensors_of(result)))
+    return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in known]
 
 
 def _check_labels_inside(setup: TrainingSetup, step: FirstStep) -> None:

@@ -1,8 +1,8 @@
 """The messages that the bus delivers, and messages of several kinds that are delivered together."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.numerics.statistics import Record
@@ -62,9 +62,9 @@ class Message:  # not frozen, which would cost 3 µs for each message; each subs
         """The name of the curve; ``None`` for data of the whole network."""
         return None
 
-    def carrying(self, data: Any, record: Record | None = None, kind: str | None = None) -> "Message":
+    def carrying(self, data: Any, record: Record | None = None, kind: str | None = None) -> Self:
         """Return a copy of this message with other contents and, if `kind` is given, of another kind."""
-        return Message(self.stamp, kind or self.kind, data, record)
+        return replace(self, kind=kind or self.kind, data=data, record=record)
 
 
 @dataclass(slots=True)
@@ -81,10 +81,6 @@ class NetworkMessage(Message):
 
     path: str = ""
     skipped: bool = False
-
-    def carrying(self, data: Any, record: Record | None = None, kind: str | None = None) -> "NetworkMessage":
-        """Return a copy of this message with other contents and, if `kind` is given, of another kind."""
-        return NetworkMessage(self.stamp, kind or self.kind, data, record, self.path, self.skipped)
 
     @property
     def series_name(self) -> str | None:
@@ -109,10 +105,6 @@ class ModuleMessage(Message):
     module: str = ""
     path: str = ""
     name: str = ""
-
-    def carrying(self, data: Any, record: Record | None = None, kind: str | None = None) -> "ModuleMessage":
-        """Return a copy of this message with other contents and, if `kind` is given, of another kind."""
-        return ModuleMessage(self.stamp, kind or self.kind, data, record, self.module, self.path, self.name)
 
     @property
     def series_name(self) -> str | None:

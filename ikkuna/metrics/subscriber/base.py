@@ -613,8 +613,10 @@ class Subscriber(metaclass=_RegisteringType):
         ConfigError
             If backends cannot store the value; it counts as a failure of this subscriber.
         """
-        first = message.first if isinstance(message, MessageBundle) else message
-        self._show(first, value, first.kind)
+        if self._host is not None:
+            first = message.first if isinstance(message, MessageBundle) else message
+            [series] = self._curve_group(self._batch_names((_name(first),)), first.kind, first.tag).series
+            self._keep_result(Result(*shown(series, value, first.global_step), first.stamp))
 
     def show_batch(self, batch: MessageBatch, values: Any, kind: str | None = None) -> None:
         """Show a value for each message of `batch`, as :meth:`show` does for one message: an array, or a list with ``None``
@@ -630,11 +632,6 @@ class Subscriber(metaclass=_RegisteringType):
         for series, value in zip(group.series, values, strict=True):
             if value is not None:
                 self._keep_result(Result(*shown(series, value, step), batch.stamp))
-
-    def _show(self, message: Message, value: Any, kind: str) -> None:
-        if self._host is not None:
-            [series] = self._curve_group(self._batch_names((_name(message),)), kind, message.tag).series
-            self._keep_result(Result(*shown(series, value, message.global_step), message.stamp))
 
     def _result_of(self, stamp: Stamp, names: BatchNames, kind: str, values: Any, is_published: bool) -> Result:
         found = np.array(values, np.float64)

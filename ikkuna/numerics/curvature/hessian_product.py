@@ -15,6 +15,7 @@ from ikkuna.errors import ConfigError
 from ikkuna.numerics.curvature.lanczos import Matvec, random_signs
 from ikkuna.numerics.curvature.second_derivative import twice_differentiable
 from ikkuna.numerics.elements import as_float64
+from ikkuna.support.torch_internals import nodes_behind
 
 
 class HessianProduct:
@@ -98,15 +99,8 @@ def _require_second_derivative(gradients: Sequence[Tensor]) -> None:
 
     Autograd has no path from there to the parameters and would silently leave out its part.
     """
-    waiting = [gradient.grad_fn for gradient in gradients if gradient.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node.name().endswith("autograd::Error"):
-            raise ConfigError("the loss cannot be differentiated twice: a function in it is marked once_differentiable")
-        new = {after for after, _ in node.next_functions if after is not None} - seen
-        seen |= new
-        waiting += new
+    if any(node.name().endswith("autograd::Error") for node in nodes_behind(g.grad_fn for g in gradients)):
+        raise ConfigError("the loss cannot be differentiated twice: a function in it is marked once_differentiable")
 
 
 def _concatenate(tensors: Sequence[Tensor]) -> Tensor:

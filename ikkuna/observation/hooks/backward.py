@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from ikkuna.metrics.messages.stamp import TRAINING
-from ikkuna.observation.hooks.context import HookContext, accumulates_gradients
+from ikkuna.observation.hooks.call_stack import accumulates_gradients
+from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.hooks.hook import Hook, in_backward
 from ikkuna.observation.hooks.loss import LossHooks
 from ikkuna.observation.hooks.nested_tensors import Leaves

@@ -1,4 +1,4 @@
-"""Objects that all adapters of torch's hooks share: the call stack, permits of native functions, graph operators.
+"""Objects that all adapters of torch's hooks share: permits of native functions, graph operators.
 
 The compiler neither looks into these operators nor removes them.  Their bodies end where the eager hooks end, so a compiled step is
 measured by the same code.  They keep no tensor: the compiler reuses its memory as soon as the operator has returned.
@@ -8,20 +8,15 @@ The number of a call is a constant: the compiler merges operators with equal arg
 that return the same tensor, or receive the same gradient.
 """
 
-import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from threading import get_ident
-from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
-from torch.utils.checkpoint import CheckpointFunction
+from torch import Tensor
 
 from ikkuna.distributed.dtensor import divided
 from ikkuna.metrics.bus.delivery import StepObserver
@@ -36,6 +31,7 @@ from ikkuna.numerics.statistics.native.hook_functions import (
 )
 from ikkuna.numerics.statistics.native.hook_functions import OUTPUTS as FOR_OUTPUTS
 from ikkuna.numerics.statistics.native.kernels import NOTHING
+from ikkuna.observation.hooks.call_stack import count_running_calls
 from ikkuna.observation.hooks.hook import MAY_CAPTURE, Hook, Stopwatch, in_backward
 from ikkuna.observation.model.parameters import TrackedParameters
 from ikkuna.observation.model.watched_model import WatchedModel
@@ -46,18 +42,7 @@ from ikkuna.observation.steps.forwards import MICRO_PART, Decision, Forward, Loo
 from ikkuna.observation.steps.step_tracker import StepTracker
 from ikkuna.store.finding import Finding
 from ikkuna.support.failures import log
-from ikkuna.support.torch_internals import MODULE_CALL, current_trace, graph_task, insert_as_constant, sequence_number
-
-_OF_OPTIMIZERS = vars(torch_optimizer)
-_SCALER_STEP = torch.amp.GradScaler.step.__code__
-_STAGE = "torch.distributed.pipelining.stage"
-_DRY_RUNS = ("_forward_metadata_inference", "_shape_inference")  # their name depends on the version of torch
-_CHECKPOINT, _CREATES_STATE = "torch.distributed.checkpoint.state_dict", "_init_optim_state"
-_RECOMPUTE = CheckpointFunction.backward.__code__
-_ENGINE = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
-
-SEES_BACKWARD = _ENGINE is not None
-"""Whether this version of torch shows on the stack what a backward starts from."""
+from ikkuna.support.torch_internals import current_trace, graph_task, insert_as_constant, sequence_number
 
 
 class Computation:
@@ -96,160 +81,6 @@ class Computation:
         if (task := graph_task()) != -1:
             return task != self._task
         return sequence_number() > self._number and get_ident() == self._thread
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def running_steps() -> tuple[list[Optimizer], torch.amp.GradScaler | None]:
-    """Return the optimizers whose ``step()`` runs on this thread, and the gradient scaler that calls the outermost of them.
-
-    The innermost optimizer comes first, and each as often as it calls itself.
-    A step that raises calls no post hook, but torch's wrapper of it is not on the stack any more.
-    A scaler that is disabled is none.
-
-    Examples
-    --------
-    >>> running_steps()
-    ([], None)
-    """
-    found: list[Optimizer] = []
-    scaler: torch.amp.GradScaler | None = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:  # without a generator: this runs at every step
-        code = frame.f_code
-        if "wrapper" in code.co_name and frame.f_globals is _OF_OPTIMIZERS:
-            optimizer = frame.f_locals.get("self")
-            if isinstance(optimizer, Optimizer):
-                found.append(optimizer)
-        elif code is _SCALER_STEP:
-            scaler = frame.f_locals["self"]
-        frame = frame.f_back
-    return found, scaler if scaler is not None and scaler.is_enabled() else None
-
-
-def count_running_calls(modules: Collection[nn.Module]) -> int:
-    """Return how many calls of `modules` run on this thread.
-
-    A call that an exception such as `KeyboardInterrupt` ended calls no forward hook.
-
-    Examples
-    --------
-    >>> count_running_calls([nn.Linear(1, 1)])
-    0
-    """
-    ids = {id(module) for module in modules}
-    return sum(frame.f_code is MODULE_CALL and id(frame.f_locals.get("self")) in ids for frame in _frames())
-
-
-def in_dry_run() -> bool:
-    """Return whether a pipeline runs a stage on this thread only to learn the shapes of its outputs, with meaningless inputs.
-
-    Examples
-    --------
-    >>> in_dry_run()
-    False
-    """
-    return any(frame.f_code.co_name in _DRY_RUNS and frame.f_globals.get("__name__") == _STAGE for frame in _frames())
-
-
-def creates_optimizer_state() -> bool:
-    """Return whether ``torch.distributed.checkpoint`` calls an optimizer on this thread only to create its state.
-
-    Examples
-    --------
-    >>> creates_optimizer_state()
-    False
-    """
-    return any(f.f_code.co_name == _CREATES_STATE and f.f_globals.get("__name__") == _CHECKPOINT for f in _frames())
-
-
-def in_compiled_call() -> bool:
-    """Return whether a program of ``torch.compile`` runs on this thread, although its outermost frames may not be compiled.
-
-    Examples
-    --------
-    >>> in_compiled_call()
-    False
-    """
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    return compiler is not None and any(frame.f_globals is vars(compiler) for frame in _frames())
-
-
-def backward_roots() -> tuple[list[tuple[Any, Any]], bool]:
-    """Return the tensors that the running backward starts from, with their gradients, and whether another one runs inside.
-
-    There are none if that cannot be seen.
-
-    Around a reentrant checkpoint this is the user's own backward.  Hooks of tensors on an accelerator run on a thread of autograd;
-    the thread that called ``backward()`` waits then, and if several of them wait, nothing is returned.
-
-    Examples
-    --------
-    >>> x = torch.tensor(3.0, requires_grad=True)
-    >>> handle = x.register_hook(lambda grad: print(backward_roots()))
-    >>> x.backward()
-    ([(tensor(3., requires_grad=True), tensor(1.))], False)
-    >>> backward_roots()
-    ([], False)
-    """
-    if not (running := _running_backwards()):
-        return [], False
-    values = running[-1].f_locals
-    gradients = values["args"][0] if values.get("args") else ()
-    roots = tuple(values.get("t_outputs", ()))
-    return list(zip(roots, (*gradients, *(None for _ in roots)), strict=False)), len(running) > 1
-
-
-def accumulates_gradients() -> bool:
-    """Return whether the running backward adds to gradients, as that of ``torch.autograd.grad`` does not.
-
-    Examples
-    --------
-    >>> x = torch.tensor(3.0, requires_grad=True)
-    >>> handle = x.register_hook(lambda grad: print(accumulates_gradients()))
-    >>> x.backward()
-    True
-    >>> gradient = torch.autograd.grad(x * 2, x)
-    False
-    """
-    running = _running_backwards()
-    return bool(running) and bool(running[-1].f_locals.get("kwargs", {}).get("accumulate_grad"))
-
-
-def _running_backwards() -> list[FrameType]:
-    """Return the frames of the backwards that this thread runs, or else the only other one, the outermost one last."""
-    if not SEES_BACKWARD:
-        return []
-    if running := _backwards(sys._getframe(1)):
-        return running
-    waiting = [found for frame in sys._current_frames().values() if (found := _backwards(frame))]
-    return waiting[0] if len(waiting) == 1 else []
-
-
-def _backwards(frame: FrameType | None) -> list[FrameType]:
-    """Return the frames of the backwards that run on a stack, the outermost one last."""
-    found = []
-    while frame is not None:
-        if frame.f_code is _ENGINE:
-            found.append(frame)
-        frame = frame.f_back
-    return found
-
-
-def in_reentrant_checkpoint() -> bool:
-    """Return whether a reentrant checkpoint recomputes a forward on this thread.
-
-    Examples
-    --------
-    >>> in_reentrant_checkpoint()
-    False
-    """
-    return any(frame.f_code is _RECOMPUTE for frame in _frames())
 
 
 class LossScale:
@@ -399,19 +230,19 @@ def _root_called(number: Tensor, training: bool, gradients: bool, call: int) -> 
         found[0].root_called(training, gradients)
 
 
-def _trace_nothing(*args: object) -> None:
+def trace_nothing(*args: object) -> None:
     """Stand for the operators while the compiler traces."""
 
 
 # register_fake would search all modules for its caller, which takes a tenth of the time to import ikkuna
-torch.library.impl("ikkuna::observe", "Meta", _trace_nothing)
-torch.library.impl("ikkuna::root_called", "Meta", _trace_nothing)
+torch.library.impl("ikkuna::observe", "Meta", trace_nothing)
+torch.library.impl("ikkuna::root_called", "Meta", trace_nothing)
 
 observe = torch.ops.ikkuna.observe.default
 """Pass a tensor of the module with a number to the receiver; `call` differs between the operators of a graph."""
 
 root_called = torch.ops.ikkuna.root_called.default
-"""Report a call of a root to the receiver; `counts` if it is in training mode with gradients."""
+"""Report a call of a root to the receiver, with whether it is in training mode and has gradients."""
 
 # An operator that returns nothing is removed as dead code without this mark.
 torch.fx.node.has_side_effect(observe)
@@ -631,6 +462,12 @@ class HookContext:
     def is_off(self) -> bool:
         """Whether nothing is recorded now: recording is suspended or interrupted, or a subscriber's code runs on this thread."""
         return self._is_paused or self.is_interrupted or self.error_guard.thread.subscriber_is_running
+
+    def averaged(self, grad: Tensor) -> Tensor:
+        """Return a gradient without the factor of a gradient scaler, and divided by the number of ranks, whose mean loss counts."""
+        if self.loss_scale.is_used:
+            grad = self.loss_scale.removed_from(grad)
+        return divided(grad, self.replicas) if self.replicas > 1 else grad
 
     def resumes(self, running: int = 0) -> bool:
         """Return whether recording goes on with the forward that begins, because only an exception has interrupted it.

@@ -12,14 +12,8 @@ from ikkuna.diagnosis.mistakes import MISSING_STEP, NO_BATCH
 from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.numerics.statistics.native.hook_functions import Function
 from ikkuna.observation.hooks.backward import BackwardHooks
-from ikkuna.observation.hooks.context import (
-    HookContext,
-    ObservedSites,
-    count_running_calls,
-    in_dry_run,
-    in_reentrant_checkpoint,
-    running_steps,
-)
+from ikkuna.observation.hooks.call_stack import count_running_calls, in_dry_run, in_reentrant_checkpoint, running_steps
+from ikkuna.observation.hooks.context import HookContext, ObservedSites
 from ikkuna.observation.hooks.gradients import LayerGradientHooks
 from ikkuna.observation.hooks.loss import LossHooks
 from ikkuna.observation.hooks.nested_tensors import Leaves, batch_sizes, leaves, received, with_batch_sizes
@@ -226,8 +220,7 @@ class ForwardHooks:
         is_counted = context.recorder.plan.counts_forwards
         if (is_counted or context.observer is not None) and torch.is_grad_enabled():
             outputs = [("", output)] if isinstance(output, Tensor) else leaves(output)
-            if context.model.loss is not None:
-                self._loss.owner.forward_ended(outputs, range(forward.began, sequence_number()))
+            self._loss.owner.forward_ended(outputs, range(forward.began, sequence_number()))
             if is_counted:
                 self._backward.arm(outputs, forward)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ikkuna.distributed.dtensor import divided
+from ikkuna.metrics.messages.kinds import MICRO_KINDS
 from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.numerics.statistics import needed_fields
 from ikkuna.numerics.statistics.host import HostStatistics
@@ -26,7 +26,6 @@ from ikkuna.observation.rows.plan import Key, Site
 from ikkuna.observation.steps.forwards import MICRO_PART, Forward
 from ikkuna.support.torch_internals import GLOBAL_FORWARD_HOOKS
 
-_MICRO_GRADIENTS = "weight_micro_gradients", "bias_micro_gradients"
 CACHED = 8
 """Number of forwards of a step whose hooks serve the next steps as well."""
 
@@ -125,11 +124,7 @@ class LayerGradientHooks:
         if recorder.rows is None or grad is None:
             return
         part = self._backward.reach(forward)
-        if context.loss_scale.is_used:
-            grad = context.loss_scale.removed_from(grad)
-        if context.replicas > 1:
-            grad = divided(grad, context.replicas)  # the loss is the mean of the ranks' losses
-        recorder.receive(site, with_batch_sizes(grad, sizes), path, part=part)
+        recorder.receive(site, with_batch_sizes(context.averaged(grad), sizes), path, part=part)
         if not context.loss_scale.is_used and context.replicas == 1:
             context.native.permit_gradients(recorder, forward, part)
 
@@ -228,7 +223,7 @@ class MicroGradientHooks:
     def step_opened(self) -> None:
         """Register hooks for the parameters whose micro-batch gradients a subscriber wants."""
         context, self.is_used = self.context, True
-        listed, others = self._table.prepared(_MICRO_GRADIENTS, self._wanted)
+        listed, others = self._table.prepared(MICRO_KINDS, self._wanted)
         if listed:
             tensors: list[Tensor] = [each.parameter for each in listed]
             self._kept = context.native.watch_parameters(tensors, [each.native for each in listed])

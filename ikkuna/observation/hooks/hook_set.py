@@ -2,84 +2,24 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
 from torch import Tensor, nn
 
-from ikkuna.distributed.dtensor import divided
 from ikkuna.observation.hooks.backward import BackwardHooks
 from ikkuna.observation.hooks.context import BASE, VIEW, HookContext
 from ikkuna.observation.hooks.fast_path import FastPathHooks
 from ikkuna.observation.hooks.forward import ForwardHooks
 from ikkuna.observation.hooks.gradients import LayerGradientHooks, MicroGradientHooks
 from ikkuna.observation.hooks.hook import Hook, HookFreeCopies, Remove, in_backward, remove_all
-from ikkuna.observation.hooks.in_graph import GraphSwitch, RootBeginsHook, RootEndsHook
+from ikkuna.observation.hooks.in_graph import RootBeginsHook, RootEndsHook
 from ikkuna.observation.hooks.loss import LossHooks
 from ikkuna.observation.hooks.modules import BACKWARD, ModuleHooks
 from ikkuna.observation.hooks.observed import ObservedHooks
 from ikkuna.observation.hooks.optimizers import CallsEach, OptimizerHooks, call_at_steps
 from ikkuna.observation.rows.plan import Site
-
-
-class PermanentHooks:
-    """Two hooks on each root, one on the loss module, and two that are called at the steps of all optimizers.
-
-    Parameters
-    ----------
-    forward : ForwardHooks
-        Handles the calls of roots.
-    losses : LossHooks
-        Handles the calls of the loss module.
-    optimizers : OptimizerHooks
-        Handles the steps of optimizers.
-    fast_paths : FastPathHooks
-        Keeps the hooks from changing what transformer layers compute.
-    switch : GraphSwitch, optional
-        What hooks in a compiled graph read.
-    """
-
-    def __init__(
-        self,
-        forward: ForwardHooks,
-        losses: LossHooks,
-        optimizers: OptimizerHooks,
-        fast_paths: FastPathHooks,
-        switch: GraphSwitch | None,
-    ) -> None:
-        self._forward = forward
-        self._losses = losses
-        self._fast_paths = fast_paths
-        self._optimizers = optimizers
-        self._switch = switch
-        self._remove: list[Remove] = []
-
-    def install(self, roots: Collection[nn.Module], loss: nn.Module | None, keeps: object = None) -> None:
-        """Register the hooks, in place of those registered before; the roots keep the object `keeps` alive."""
-        self.remove()
-        self._fast_paths.find(roots)
-        for root in roots:
-            begins = RootBeginsHook(self._forward, ForwardHooks.root_begins, self._switch).counted()
-            begins.keeps = keeps
-            ends = RootEndsHook(self._forward, ForwardHooks.root_ends, self._switch).counted()
-            handles: list[Any] = [
-                root.register_forward_pre_hook(begins, with_kwargs=True),
-                root.register_forward_hook(ends, with_kwargs=True, always_call=True),
-            ]
-            if (guard := self._fast_paths.guard(root)) is not None:
-                handles.append(guard)
-            self._remove.append(remove_all(handles))
-        if loss is not None:
-            hook = Hook(self._losses, LossHooks.loss_called).counted()
-            self._remove.append(remove_all([loss.register_forward_hook(hook, with_kwargs=True)]))
-        self._remove.append(_install_for_optimizers(self._optimizers))
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        remove, self._remove = self._remove, []
-        for each in remove:
-            each()
 
 
 def _install_for_optimizers(optimizers: OptimizerHooks) -> Remove:
@@ -119,35 +59,35 @@ class CompiledHooks:
 
     def root_called(self, training: bool, gradients: bool) -> None:
         """Handle the call of a compiled root in a mode, with or without gradients."""
-        context = self.context
-        try:
-            try:
-                context.stopwatch.start()
-                context.native.close()
-                if (not context.is_off or context.resumes(running=1)) and not in_backward():
-                    self._modules.settle(True)
-                    is_outermost = not context.tracker.calls[thread := get_ident()].running
-                    self._forward.forward_begins(thread, training, gradients, is_outermost, is_compiled=True)
-            finally:
-                context.stopwatch.stop()
-        except BaseException as error:
-            context.handle("the call of a compiled root", error)
+        self._call("the call of a compiled root", self._root_called, training, gradients)
 
     def observed(self, site: Site, tensor: Tensor, path: str, role: int) -> None:
         """Record a tensor, or the gradient of one."""
+        self._call(site, self._observed, site, tensor, path, role)
+
+    def _call(self, what: object, function: Callable[..., None], *args: object) -> None:
+        """Call a function, count its time, and handle its exceptions, as `Hook` does."""
         context = self.context
         try:
             try:
                 context.stopwatch.start()
                 context.native.close()
-                if not context.is_off:
-                    self._observed(site, tensor, path, role)
+                function(*args)
             finally:
                 context.stopwatch.stop()
         except BaseException as error:
-            context.handle(f"the measurement of {site}", error)
+            context.handle(f"the record of {what}", error)
+
+    def _root_called(self, training: bool, gradients: bool) -> None:
+        context = self.context
+        if (not context.is_off or context.resumes(running=1)) and not in_backward():
+            self._modules.settle(True)
+            is_outermost = not context.tracker.calls[thread := get_ident()].running
+            self._forward.forward_begins(thread, training, gradients, is_outermost, is_compiled=True)
 
     def _observed(self, site: Site, tensor: Tensor, path: str, role: int) -> None:
+        if self.context.is_off:
+            return
         if site.kind == BACKWARD:
             if (forward := self.context.tracker.latest_compiled) is not None:
                 self._backward.reach(forward)
@@ -167,11 +107,7 @@ class CompiledHooks:
         part = self._backward.reach_latest()
         if part is None or context.recorder.rows is None or (role and not self._is_first(site, path, role)):
             return
-        if context.loss_scale.is_used:
-            grad = context.loss_scale.removed_from(grad)
-        if context.replicas > 1:
-            grad = divided(grad, context.replicas)
-        context.recorder.receive(site, grad, path, part=part)
+        context.recorder.receive(site, context.averaged(grad), path, part=part)
 
     def _is_first(self, site: Site, path: str, role: int) -> bool:
         """Whether a gradient is not the repetition, at the base of a view, of one that the view itself has reported."""
@@ -222,16 +158,38 @@ class HookSet:
         self.modules = ModuleHooks(*(context, self.forward, self._fast_paths, self.observed, self.gradients), in_graph)
         self._compiled = CompiledHooks(context, self.forward, self._backward, self.modules)
         context.sites.set_receiver(self._compiled)
-        self._permanent = PermanentHooks(
-            self.forward, self.losses, self.optimizers, self._fast_paths, self.modules.switch
-        )
+        self._remove: list[Remove] = []  # the hooks that stay
         self._copies = HookFreeCopies()
 
     def install(self, keeps: object) -> None:
-        """Register the hooks that stay while the exporter is open; the roots keep the object `keeps` alive."""
-        model = self._context.model
-        self._permanent.install(model.callable, model.loss, keeps=keeps)
+        """Register the hooks that stay while the exporter is open; the roots keep the object `keeps` alive.
+
+        These are two on each root, one on the loss module, and two that are called at the steps of all optimizers.
+        """
+        self._remove_permanent()
+        model, switch = self._context.model, self.modules.switch
+        self._fast_paths.find(model.callable)
+        for root in model.callable:
+            begins = RootBeginsHook(self.forward, ForwardHooks.root_begins, switch).counted()
+            begins.keeps = keeps
+            ends = RootEndsHook(self.forward, ForwardHooks.root_ends, switch).counted()
+            handles: list[Any] = [
+                root.register_forward_pre_hook(begins, with_kwargs=True),
+                root.register_forward_hook(ends, with_kwargs=True, always_call=True),
+            ]
+            if (guard := self._fast_paths.guard(root)) is not None:
+                handles.append(guard)
+            self._remove.append(remove_all(handles))
+        if model.loss is not None:
+            hook = Hook(self.losses, LossHooks.loss_called).counted()
+            self._remove.append(remove_all([model.loss.register_forward_hook(hook, with_kwargs=True)]))
+        self._remove.append(_install_for_optimizers(self.optimizers))
         self.include_copies()
+
+    def _remove_permanent(self) -> None:
+        remove, self._remove = self._remove, []
+        for each in remove:
+            each()
 
     def include_copies(self) -> None:
         """Keep the hooks out of copies of all modules that may have some."""
@@ -241,7 +199,7 @@ class HookSet:
 
     def uninstall(self) -> None:
         """Remove the hooks that stay while the exporter is open."""
-        self._permanent.remove()
+        self._remove_permanent()
         self.losses.step_ended()
         self.observed.set_wanted(False)
         self.modules.sampled_for = None

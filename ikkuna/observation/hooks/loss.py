@@ -20,7 +20,8 @@ from ikkuna.metrics.messages.kinds import OBJECTIVE
 from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.numerics.elements import has_numbers, widest_float
 from ikkuna.numerics.prediction import IGNORED
-from ikkuna.observation.hooks.context import SEES_BACKWARD, HookContext, backward_roots
+from ikkuna.observation.hooks.call_stack import SEES_BACKWARD, backward_roots
+from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.hooks.hook import Hook, in_backward
 from ikkuna.observation.hooks.loss_owner import LossOwner, is_computed_in
 from ikkuna.observation.hooks.nested_tensors import Leaves
@@ -187,11 +188,11 @@ class LossHooks:
     def step_opened(self) -> None:
         """Read the tensors that each backward starts from, if the step measures labels."""
         plan = self.context.recorder.plan
-        if self.is_looking:
-            self._stop_looking()
-            self.is_looking = False
-        if plan.together or "input_labels" in plan.kinds:
-            self._stop_looking, self.is_looking = self.look(), True
+        self._look(bool(plan.together) or "input_labels" in plan.kinds)
+
+    def _look(self, is_looking: bool) -> None:
+        self._stop_looking()
+        self._stop_looking, self.is_looking = self.look() if is_looking else int, is_looking
 
     def look(self) -> Callable[[], object]:
         """Call `backward_starts` before each backward, until the returned function is called."""
@@ -214,25 +215,19 @@ class LossHooks:
             What it has returned, as far as that is known.
         """
         self._unreached = forward, thread, recorded
-        if self.context.model.loss is not None:
-            self.owner.forward_ended(outputs, recorded)
-        if self.is_looking:
-            self._stop_looking()
-        self._stop_looking, self.is_looking = self.look(), True
+        self.owner.forward_ended(outputs, recorded)
+        self._look(True)
 
     def step_ended(self) -> None:
         """Forget what was seen in the step."""
-        if self.context.model.loss is not None:
-            self.owner.step_ended()
+        self.owner.step_ended()
         self._is_usually_called = self._is_usually_called or self._was_called
         self._was_called = self._is_unowned = self._knows_labels = False
         self._arguments, self._outputs, self._losses, self._unreached = [], [], [], _NONE
         self.undivided, self._undivided = self._undivided, 0
         if self.objective is not None and self.objective.is_done:
             self.objective = None
-        if self.is_looking:
-            self._stop_looking()
-            self.is_looking = False
+        self._look(False)
 
     def gradients_cleared(self) -> None:
         """Forget the backwards whose gradients were thrown away."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ikkuna.distributed.rendezvous import World
 from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.hooks.nested_tensors import Leaves, leaves
-from ikkuna.support.torch_internals import Memory, memory_of, number_of_node
+from ikkuna.support.torch_internals import Memory, memory_of, nodes_behind, number_of_node
 
 _MOST_KEPT = 16  # forwards, and outputs, to which a loss may belong
 _MOST_NODES = 1024  # a walk of half a millisecond
@@ -42,13 +42,7 @@ def is_computed_in(losses: Sequence[Any], recorded: range) -> bool | None:
 
 def _nodes_of(losses: Sequence[Any]) -> Iterator[Any]:
     """Yield the nodes of a graph, the nearest first: a penalty may be as large as the model, but both are added near the end."""
-    waiting, seen = deque(x.grad_fn if isinstance(x, Tensor) else x.node for x in losses), set[Any]()
-    while waiting:
-        if (node := waiting.popleft()) is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        waiting.extend([behind for behind, _ in node.next_functions])
+    return nodes_behind(x.grad_fn if isinstance(x, Tensor) else x.node for x in losses)
 
 
 def is_of_another_model(
@@ -126,9 +120,9 @@ class LossOwner:
 
     def forward_ended(self, outputs: Leaves, recorded: range) -> None:
         """Remember the memory of what a forward has returned, and the numbers of the nodes recorded in it."""
-        if recorded:
-            self._recorded.append(recorded)
-        self._returned += _memories(outputs)
+        if self._context.model.loss is not None:
+            self._recorded += [recorded] if recorded else ()
+            self._returned += _memories(outputs)
 
     def evaluated(self, output: Any) -> None:
         """Remember the memory of what the model has returned without gradients."""

@@ -9,7 +9,8 @@ from ikkuna.metrics.messages.kinds import FORWARD_KINDS, MICRO_KINDS, OBSERVED, 
 from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.numerics.statistics.native.hook_functions import Function
-from ikkuna.observation.hooks.context import HookContext, ObservedSites, in_compiled_call
+from ikkuna.observation.hooks.call_stack import in_compiled_call
+from ikkuna.observation.hooks.context import HookContext, ObservedSites
 from ikkuna.observation.hooks.fast_path import FastPathHooks
 from ikkuna.observation.hooks.forward import ForwardHooks
 from ikkuna.observation.hooks.gradients import LayerGradientHooks

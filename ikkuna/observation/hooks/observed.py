@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.metrics.messages.kinds import OBSERVED
-from ikkuna.observation.hooks.context import HookContext, next_call
+from ikkuna.observation.hooks.context import HookContext, next_call, trace_nothing
 from ikkuna.observation.hooks.forward import ForwardHooks
 from ikkuna.observation.hooks.hook import Hook, in_backward
 
@@ -174,10 +174,6 @@ def _run(tensor: Tensor, name: str, exporter: int, call: int) -> None:
             hooks.hook(name, tensor)
 
 
-def _trace_nothing(*args: object) -> None:
-    """Stand for the operator while the compiler traces."""
-
-
-torch.library.impl("ikkuna::observe_named", "Meta", _trace_nothing)
+torch.library.impl("ikkuna::observe_named", "Meta", trace_nothing)
 _observe_named = torch.ops.ikkuna.observe_named.default
 torch.fx.node.has_side_effect(_observe_named)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ikkuna.distributed.dtensor import distribute_like, divided, is_distributed, local_tensor
+from ikkuna.metrics.messages.kinds import UNCLIPPED_KINDS
 from ikkuna.numerics.elements import has_numbers
 from ikkuna.numerics.statistics import HISTOGRAMS
 from ikkuna.numerics.statistics.host import HostStatistics, ListCounts, counted_field
@@ -25,7 +26,6 @@ from ikkuna.support.modules import NamedParameter
 _WEIGHTS = "weights", "biases"
 _UPDATES = "weight_updates", "bias_updates"
 _GRADIENTS = "weight_gradients", "bias_gradients"
-_UNCLIPPED = "weight_gradients_unclipped", "bias_gradients_unclipped"
 _GRADIENT = attrgetter("grad")
 _ALIGNED = 64
 _CACHED = 16
@@ -424,14 +424,14 @@ class ParameterTable:
         context = self.context
         if context.recorder.plan.unclipped_gradients:
             context.recorder.drop_part(UNCLIPPED_PART)
-            self._recorded.pop(_UNCLIPPED[0], None)
+            self._recorded.pop(UNCLIPPED_KINDS[0], None)
             if context.parameters.held.have_changed():
                 context.parameters.refresh()
-            self._record_gradients(_UNCLIPPED, context.parameters.all, context.loss_scale.factor, UNCLIPPED_PART)
+            self._record_gradients(UNCLIPPED_KINDS, context.parameters.all, context.loss_scale.factor, UNCLIPPED_PART)
 
     def drop_unclipped(self, parameters: Iterable[NamedParameter]) -> None:
         """Forget the gradients before clipping of some parameters."""
-        wanted, recorder = self._wanted(_UNCLIPPED), self.context.recorder
+        wanted, recorder = self._wanted(UNCLIPPED_KINDS), self.context.recorder
         keys = [wanted[id(named.parameter)] for named in parameters if id(named.parameter) in wanted]
         if keys:
             recorder.drop_part(UNCLIPPED_PART, [recorder.index.row(*key) for key in keys])

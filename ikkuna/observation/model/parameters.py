@@ -21,6 +21,7 @@ from ikkuna.support.modules import NamedModule, NamedParameter, parameters_of
 from ikkuna.support.torch_internals import (
     autograd_enabled_inside_operators,
     current_node,
+    nodes_behind,
     set_grad_enabled,
     will_execute,
 )
@@ -53,8 +54,6 @@ class _Contents:
         values = chain.from_iterable(map(dict.values, self._dictionaries))
         return not (all(map(is_, values, self._values)) and [*chain.from_iterable(self._dictionaries)] == self._names)
 
-
-"""The ``_modules`` or ``_parameters`` of modules, and their values at one time, kept alive so that no new object gets their ids."""
 
 GradientState = dict[int, tuple[int, int] | None]
 """Identity and version of the gradient of each parameter, by the parameter's id; ``None`` without a gradient."""
@@ -382,17 +381,7 @@ def _used_classes(base: type[Optimizer]) -> set[type[Optimizer]]:
 
 def _has_checkpoint() -> bool:
     """Whether the running backward still has to go through a reentrant checkpoint."""
-    waiting: list[Any] = [current_node()]
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        waiting += [following for following, _ in node.next_functions]
-    return False
+    return any(node.name() == "CheckpointFunctionBackward" for node in nodes_behind([current_node()]))
 
 
 def _names(parameters: Iterable[NamedParameter]) -> list[tuple[str, bool, int]]:

@@ -99,11 +99,6 @@ class StepCounters:
         return math.inf if self.steps_per_epoch is None else self.steps_per_epoch - self.train_step
 
     @property
-    def epoch_is_full(self) -> bool:
-        """Whether the epoch has all of its steps."""
-        return self.steps_left <= 0
-
-    @property
     def epoch_has_begun(self) -> bool:
         """Whether the epoch has a step, open or closed."""
         return self._epoch_is_open or self.train_step > 0
@@ -579,8 +574,7 @@ class StepTracker:
         self.counters.step_closed()
         self.optimizers.stepped_before = stepped
         self._reset()
-        is_full = self.counters.steps_per_epoch is not None and self.counters.epoch_is_full
-        return [closed, *(self._finish_epoch() if is_full else ())]
+        return [closed, *(self._finish_epoch() if self.counters.steps_left <= 0 else ())]
 
     def _reset(self) -> None:
         self.state = State.IDLE

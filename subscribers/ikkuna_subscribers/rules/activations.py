@@ -6,7 +6,7 @@ from typing import Any
 
 from ikkuna.diagnosis import History, Network, Rule, Score
 from ikkuna.diagnosis.history import middle
-from ikkuna.diagnosis.mistakes import DEAD_UNITS, EVALUATION_MODE, NONFINITE, SIGNAL_LOST, SIGNAL_SCALE
+from ikkuna.diagnosis.mistakes import DEAD_UNITS, EVALUATION_MODE, NONFINITE, SIGNAL_LOST, SIGNAL_SCALE, names
 from ikkuna_subscribers.activations import DeadUnitsSubscriber, ModuleStateSubscriber, RunningStatisticsSubscriber
 from ikkuna_subscribers.representation import DimensionSubscriber
 from ikkuna_subscribers.rules.figures import WEIGHTED, sources, stays_below
@@ -53,9 +53,7 @@ class SaturatedRule(Rule):
     needs = sources("activations_variance", "activations_mean")
     thresholds = ("share",)
     share: float = 0.75
-    explains = frozenset(
-        ("vanishing_gradient", "ignores_input", "no_learning", "class_collapse", "rank_collapse", "plateau")
-    )
+    explains = names("vanishing_gradient ignores_input no_learning class_collapse rank_collapse plateau")
     meaning = "The outputs of this layer are at the limits of its activation function (mean square {figure:.2f} of 1)."
     advice = "use a smaller initialisation or learning rate, or a normalisation in front of it"
 
@@ -101,7 +99,7 @@ class RankCollapseRule(Rule):
     limit: float = 1.001
     lasting_limit: float = 1.02
     patience = 5
-    explains = frozenset(("no_learning", "plateau", "class_collapse", "vanishing_gradient", "overfit"))
+    explains = names("no_learning plateau class_collapse vanishing_gradient overfit")
     meaning = "The outputs of this layer differ in {figure:.3g} directions only."
     advice = "look for a bottleneck, a product or a mean that keeps one number of each sample; check normalisation and initialisation"
 
@@ -190,7 +188,7 @@ class RunningStatisticsRule(Rule):
     needs = sources("running_mean_distance", "running_variance_distance")
     thresholds = ("distance",)
     distance: float = 1.0
-    explains = frozenset(("overfit",))
+    explains = names("overfit")
     meaning = "The running statistics of this batch norm are far from those of the batches ({figure:.2g}), so evaluation uses others."
     advice = "check the momentum, and whether other data pass through the network in training mode"
 

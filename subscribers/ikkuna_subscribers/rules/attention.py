@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from ikkuna.diagnosis import History, Rule, Score
+from ikkuna.diagnosis.mistakes import names
 from ikkuna_subscribers.rules.figures import sources
 
 
@@ -21,7 +22,7 @@ class AttentionCollapseRule(Rule):
     needs = sources("attention_evenness")
     thresholds = ("evenness",)
     evenness: float = 0.02
-    explains = frozenset(("vanishing_gradient", "plateau", "no_learning"))
+    explains = names("vanishing_gradient plateau no_learning")
     meaning = "Half of the heads of this module attend to a single key (evenness {figure:.2g})."
     advice = "lower the learning rate, lengthen the warm-up, or normalise queries and keys"
 
@@ -51,7 +52,7 @@ class IdleExpertsRule(Rule):
     needs = sources("dead_experts")
     thresholds = ("share",)
     share: float = 0.5
-    explains = frozenset(("overloaded_experts",))
+    explains = names("overloaded_experts")
     meaning = "{figure:.0%} of the experts of this router have received no token for a whole window."
     advice = "add or increase the loss that balances the load, or the noise of the router"
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ikkuna.diagnosis import History, TimeSeries
 from ikkuna.diagnosis.history import GRADIENTS, middle
+from ikkuna.metrics.messages.kinds import FACT_KINDS
 
 _STATISTICS = {
     "norm2": "NormSubscriber",
@@ -41,12 +42,7 @@ _OTHERS = {  # subscriber → the kinds that it publishes
     "RunningStatisticsSubscriber() for the batch norms": ("running_mean_distance", "running_variance_distance"),
     'OptimizerStateSubscriber("step", "mean")': ("weight_state_step_mean",),
     'OptimizerStateSubscriber("exp_avg_sq", "mean")': ("weight_state_exp_avg_sq_mean",),
-    "rules while the model trains": (
-        *("averaged_ranks", "evaluations_in_training_mode", "gradients_at_step", "micro_batches", "undivided_losses"),
-        *("optimizer_beta1", "optimizer_beta2", "optimizer_closure", "optimizer_initial_rate", "optimizer_epsilon"),
-        *("optimizer_weight_decay", "random_numbers_repeated", "unowned_parameters", "step_skipped"),
-        "weight_micro_gradients_count",
-    ),
+    "rules while the model trains": (*FACT_KINDS, "weight_micro_gradients_count"),
 }
 _SOURCES = {kind: subscriber for subscriber, kinds in _OTHERS.items() for kind in kinds}
 
@@ -130,6 +126,13 @@ def gradient_scales(history: History) -> list[tuple[str, float]]:
 def median_ratio(history: History) -> float:
     """Return the norm of an update over that of its weight, the median over the weight matrices that moved; NaN if none did."""
     return middle([c.last for _, c in history.matrices("weight_updates_weights_ratio") if c.last > 0])
+
+
+def have_moved(history: History, memory: dict[str, Any]) -> bool:
+    """Return whether the updates of the samples so far, which a rule remembers, add up to 0.005 of the weights' size."""
+    if (ratio := median_ratio(history)) == ratio:
+        memory["moved"] = memory.get("moved", 0.0) + ratio
+    return bool(memory.get("moved", 0.0) >= 0.005)
 
 
 def guessing_loss(history: History) -> float:

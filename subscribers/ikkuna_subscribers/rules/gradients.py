@@ -6,7 +6,7 @@ from typing import Any
 
 from ikkuna.diagnosis import History, Network, Rule, Score
 from ikkuna.diagnosis.history import GRADIENTS, middle
-from ikkuna.diagnosis.mistakes import EXPLODING_GRADIENT, NO_GRADIENT, VANISHING_GRADIENT
+from ikkuna.diagnosis.mistakes import EXPLODING_GRADIENT, NO_GRADIENT, VANISHING_GRADIENT, names
 from ikkuna.numerics.spike_score import LIMIT
 from ikkuna_subscribers.moments import GlobalNormSubscriber
 from ikkuna_subscribers.rules.figures import gradient_growth, gradient_scales, is_of_classes, new_scores, sources
@@ -83,7 +83,7 @@ class GradientSpikeRule(Rule):
     thresholds = ("factor",)
     factor: float = 30.0
     patience = 2
-    explains = frozenset(("loss_spike", "nonfinite", "plateau", "gradient_jump"))
+    explains = names("loss_spike nonfinite plateau gradient_jump")
     meaning = "The gradients are {figure:.0f} times as large as usual."
     advice = "lower the learning rate, or clip gradients at their usual norm"
 
@@ -158,7 +158,7 @@ class ClippedHardRule(Rule):
     thresholds = ("share",)
     share: float = 0.01
     patience = 5
-    explains = frozenset(("lr_too_low", "lost_updates", "no_learning", "plateau", "update_ratio"))
+    explains = names("lr_too_low lost_updates no_learning plateau update_ratio")
     meaning = "Clipping leaves only {figure:.2g} of the gradient, in every sample."
     advice = "raise the clipping threshold to about the usual norm of the gradient"
 
@@ -222,17 +222,8 @@ class ZeroGradientRule(Rule):
     severity = "error"
     patience = 5
     origin = "last"
-    explains = frozenset(
-        (
-            "signal_lost",
-            "no_learning",
-            "lr_too_low",
-            "ignores_input",
-            "never_moves",
-            "rank_collapse",
-            "plateau",
-            "vanishing_gradient",
-        )
+    explains = names(
+        "signal_lost no_learning lr_too_low ignores_input never_moves rank_collapse plateau vanishing_gradient"
     )
     meaning = "Every gradient of the weight has been exactly zero, while other weights receive one."
     advice = (
@@ -269,27 +260,9 @@ class NotZeroedRule(Rule):
     factor: float = 3.0
     severity = "error"
     patience = 1
-    explains = frozenset(
-        (
-            *(
-                "diverges",
-                "nonfinite",
-                "lr_too_high",
-                "no_learning",
-                "dead_units",
-                "class_collapse",
-            ),
-            *(
-                "ignores_input",
-                "loss_spike",
-                "vanishing_gradient",
-                "saturated",
-                "gradient_spike",
-                "gradient_jump",
-                "update_ratio",
-            ),
-            *("plateau", "zero_gradient", "logit_growth", "overfit"),
-        )
+    explains = names(
+        "diverges nonfinite lr_too_high no_learning dead_units class_collapse ignores_input loss_spike vanishing_gradient saturated "
+        "gradient_spike gradient_jump update_ratio plateau zero_gradient logit_growth overfit"
     )
     meaning = "The gradient at the optimizer's step is {figure:.0f} times that of one backward pass, and grows."
     advice = "call optimizer.zero_grad() in every step"

@@ -4,13 +4,12 @@ import math
 from collections.abc import Iterator
 
 from ikkuna.diagnosis import History, Rule, Score, TimeSeries
+from ikkuna.diagnosis.mistakes import names
 from ikkuna_subscribers.rules.figures import gradient_growth, sources
 
-_NOTHING_LEARNED = frozenset(
-    (
-        *("no_learning", "ignores_input", "class_collapse", "zero_gradient", "never_moves", "no_gradient"),
-        *("lr_too_low", "plateau", "vanishing_gradient", "clipped_hard", "lost_updates", "running_statistics"),
-    )
+_NOTHING_LEARNED = names(
+    "no_learning ignores_input class_collapse zero_gradient never_moves no_gradient lr_too_low plateau vanishing_gradient clipped_hard "
+    "lost_updates running_statistics"
 )
 
 
@@ -139,7 +138,7 @@ class RepeatedBackwardRule(Rule):
     judged_on = frozenset(("weight_gradients_norm2",))
     thresholds = ("tolerance",)
     tolerance: float = 1e-4
-    explains = frozenset(("lr_too_high", "not_zeroed", "loss_scale"))
+    explains = names("lr_too_high not_zeroed loss_scale")
     meaning = "Each step adds up {figure:.0f} equal gradients: backward() is called several times for the same rows."
     advice = "call backward() once for each loss, and give each micro-batch other rows"
 
@@ -169,7 +168,7 @@ class SameRandomNumbersRule(Rule):
     name = "same_random_numbers"
     severity_while_falling = "warning"
     needs = sources("random_numbers_repeated")
-    explains = frozenset(("repeated_batch", "same_order"))
+    explains = names("repeated_batch same_order")
     meaning = "Every step draws the same random numbers, as those of dropout: the seed is set inside the loop."
     advice = "call torch.manual_seed() once, before the loop"
 
@@ -219,18 +218,7 @@ class ScalerBypassedRule(Rule):
     uses = sources("output_cross_entropy", "label_count", "micro_batches", "step_skipped")
     judged_on = frozenset(("weight_gradients_norm2",))
     severity = "error"
-    explains = frozenset(
-        (
-            "lr_too_high",
-            "diverges",
-            "nonfinite",
-            "loss_spike",
-            "gradient_spike",
-            "gradient_jump",
-            "loss_at_init",
-            "update_ratio",
-        )
-    )
+    explains = names("lr_too_high diverges nonfinite loss_spike gradient_spike gradient_jump loss_at_init update_ratio")
     meaning = "The loss is multiplied by {figure:.0f} before backward(), but no gradient scaler removes this factor before the step."
     advice = "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()"
 
@@ -259,7 +247,7 @@ class ClippedBeforeUnscalingRule(Rule):
     norm: float = 3e-3
     patience = 5
     severity = "error"
-    explains = frozenset(("clipped_hard", "lr_too_low", "no_learning", "plateau", "update_ratio", "lost_updates"))
+    explains = names("clipped_hard lr_too_low no_learning plateau update_ratio lost_updates")
     meaning = "Gradients are clipped before the scaler's factor is removed: their norm is {figure:.1g} at every step."
     advice = "call scaler.unscale_(optimizer) before the clipping; if it is called, the limit of the clipping itself is far too low"
 
@@ -290,7 +278,7 @@ class WeightsRestoredRule(Rule):
     judged_on = frozenset(needs)
     severity = "error"
     patience = 1
-    explains = frozenset(("no_learning", "plateau", "loss_spike", "lr_too_low"))
+    explains = names("no_learning plateau loss_spike lr_too_low")
     meaning = "The weights have returned to exactly those of step {figure:.0f}: what was learned since is lost, again and again."
     advice = "search for load_state_dict(), a copy of the weights or a new model inside the loop"
 
@@ -325,7 +313,7 @@ class EvaluationInTrainingModeRule(Rule):
     thresholds = ("passes",)
     passes: float = 2
     patience = 1
-    explains = frozenset(("running_statistics",))
+    explains = names("running_statistics")
     meaning = (
         "{figure:.0f} evaluation passes ran in training mode: dropout was active, and batch norm used and changed its "
         "statistics with the data of the evaluation."

@@ -8,13 +8,14 @@ from typing import Any
 
 from ikkuna.diagnosis import History, Network, Rule, Score, TimeSeries
 from ikkuna.diagnosis.history import middle
-from ikkuna.diagnosis.mistakes import LOSS_AT_INIT, LOSS_SCALE, UNBOUNDED_LOSS
+from ikkuna.diagnosis.mistakes import LOSS_AT_INIT, LOSS_SCALE, UNBOUNDED_LOSS, names
 from ikkuna.numerics.prediction import initial_cross_entropy, initial_logit_deviation
 from ikkuna.numerics.spike_score import LIMIT
 from ikkuna_subscribers.gradients import LossChangeBoundSubscriber
 from ikkuna_subscribers.predictions import PredictionSubscriber
 from ikkuna_subscribers.rules.figures import (
     guessing_loss,
+    have_moved,
     is_of_classes,
     new_scores,
     noise_of_loss,
@@ -48,18 +49,7 @@ class DivergesRule(Rule):
     severity = "error"
     patience = 2
     stride = 10
-    explains = frozenset(
-        (
-            "no_learning",
-            "ignores_input",
-            "class_collapse",
-            "rank_collapse",
-            "plateau",
-            "logit_growth",
-            "loss_spike",
-            "overfit",
-        )
-    )
+    explains = names("no_learning ignores_input class_collapse rank_collapse plateau logit_growth loss_spike overfit")
     meaning = "The loss has risen to {figure:.3g}, above its level at the start."
     advice = "lower the learning rate, check the sign of the loss, clip gradients"
 
@@ -136,7 +126,7 @@ class LossSpikeRule(Rule):
     thresholds = ("deviations",)
     deviations: float = LIMIT
     patience = 1
-    explains = frozenset(("gradient_jump",))
+    explains = names("gradient_jump")
     meaning = "The loss jumped to {figure:.3g}, far above its last values."
     advice = "lower the learning rate, clip gradients, look at the batch and at the learning rate of this step"
 
@@ -338,7 +328,7 @@ class NoLearningRule(Rule):
     share: float = 0.95
     labels: float = 200
     patience = 3
-    explains = frozenset(("ignores_input", "class_collapse", "plateau"))
+    explains = names("ignores_input class_collapse plateau")
     meaning = (
         "The cross-entropy is {figure:.0%} of that of a guess with the frequencies of the labels, and does not fall."
     )
@@ -350,15 +340,12 @@ class NoLearningRule(Rule):
         entropy, count, classes = (history.curve(kind) for kind in ("label_entropy", "label_count", "output_classes"))
         if mean is None or entropy is None or count is None or classes is None or not classes.last > 1:
             return
-        memory = history.memory[self.name]
-        ratios = [curve.last for _, curve in history.matrices("weight_updates_weights_ratio") if curve.last > 0]
-        if ratios:
-            memory["moved"] = memory.get("moved", 0.0) + sorted(ratios)[len(ratios) // 2]
+        moved = have_moved(history, history.memory[self.name])
         bias = (classes.last - 1) / (2 * max(count.median(10), 1))
         most = math.log(classes.last)
         guess = min(entropy.median(10) + bias, most)
         window = max(math.ceil(self.labels / max(count.median(10), 1)), 4)
-        if mean.count < window + 10 or memory.get("moved", 0.0) < 0.005 or guess < 0.2:
+        if mean.count < window + 10 or not moved or guess < 0.2:
             return
         pairs = zip(mean.tail(window + 10), entropy.tail(window + 10), strict=False)
         shares = [loss / min(max(labels, 0.2) + bias, most) for loss, labels in pairs]

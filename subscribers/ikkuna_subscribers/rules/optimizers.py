@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ikkuna.diagnosis import History, Network, Rule, Score
-from ikkuna.diagnosis.mistakes import NOT_IN_OPTIMIZER, UNTIED_WEIGHTS
+from ikkuna.diagnosis.mistakes import NOT_IN_OPTIMIZER, UNTIED_WEIGHTS, names
 from ikkuna_subscribers.activations import ModuleStateSubscriber
 from ikkuna_subscribers.rules.figures import sources
 from ikkuna_subscribers.training import OptimizerStateSubscriber
@@ -23,7 +23,7 @@ class OptimizerResetRule(Rule):
     severity_while_falling = "warning"
     needs = sources("weight_state_step_mean")
     severity = "error"
-    explains = frozenset(("no_learning", "plateau"))
+    explains = names("no_learning plateau")
     meaning = "The optimizer has counted only {figure:.0f} steps since it was created, again and again."
     advice = "create the optimizer once, before the loop"
 
@@ -118,7 +118,7 @@ class FrozenStatisticsRule(Rule):
     severity = "info"
     needs = sources("weight_requires_grad", "evaluation_mode")
     judged_on = frozenset(("evaluation_mode",))
-    explains = frozenset(("running_statistics",))
+    explains = names("running_statistics")
     meaning = "This batch normalization is frozen, but in training mode: it normalises with each batch, and its running statistics change."
     advice = "call eval() on the frozen part after each model.train()"
 

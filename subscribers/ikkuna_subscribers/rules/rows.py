@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ikkuna.diagnosis import History, Network, Rule, Score, TimeSeries
+from ikkuna.diagnosis.mistakes import names
 from ikkuna_subscribers.input_rows import InputRowsSubscriber
 from ikkuna_subscribers.predictions import PredictionSubscriber
 from ikkuna_subscribers.rules.figures import sources
@@ -42,7 +43,7 @@ class ContradictingLabelsRule(_RowRule):
     thresholds = ("share",)
     share: float = 0.2
     patience = 1
-    explains = frozenset(("no_learning", "plateau", "overfit"))
+    explains = names("no_learning plateau overfit")
     meaning = "Rows of a batch have the same inputs and different labels: {figure:.0%} of those with an equal row."
     advice = "check how inputs and labels are joined, and rows that could not be read; remove repeated rows"
 

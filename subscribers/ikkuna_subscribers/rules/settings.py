@@ -7,6 +7,7 @@ from typing import Any
 
 from ikkuna.diagnosis import History, Network, Rule, Score
 from ikkuna.diagnosis.history import middle
+from ikkuna.diagnosis.mistakes import names
 from ikkuna_subscribers.rules.figures import sources
 from ikkuna_subscribers.training import OptimizerStateSubscriber
 
@@ -25,7 +26,7 @@ class BetasRule(Rule):
     thresholds = ("factor",)
     factor: float = 5.0
     patience = 1
-    explains = frozenset(("diverges", "lr_too_high", "loss_spike", "plateau", "no_learning", "update_ratio"))
+    explains = names("diverges lr_too_high loss_spike plateau no_learning update_ratio")
     meaning = "The optimizer averages gradients {figure:.0f} times as long as their squares: the betas are exchanged."
     advice = "use betas=(0.9, 0.999), the first of which is that of the momentum"
 
@@ -55,7 +56,7 @@ class EpsilonRule(Rule):
     thresholds = ("share",)
     share: float = 0.5
     patience = 1
-    explains = frozenset(("lr_too_low", "no_learning", "plateau", "update_ratio", "never_moves"))
+    explains = names("lr_too_low no_learning plateau update_ratio never_moves")
     meaning = "The optimizer's epsilon is {figure:.0%} of what it divides by: its steps are far smaller than the learning rate."
     advice = "lower eps to 1e-8, or find out why the gradients are that small: a loss that is divided twice, or a tiny scale of targets"
 
@@ -113,11 +114,9 @@ class DecayDominatesRule(Rule):
     steps: float = 500.0
     share: float = 0.5
     patience = 5
-    explains = frozenset(
-        (
-            *("weight_decay", "rank_collapse", "vanishing_gradient", "ignores_input", "no_learning", "class_collapse"),
-            *("signal_lost", "dead_units", "plateau", "zero_gradient", "lr_too_low", "running_statistics"),
-        )
+    explains = names(
+        "weight_decay rank_collapse vanishing_gradient ignores_input no_learning class_collapse signal_lost dead_units plateau "
+        "zero_gradient lr_too_low running_statistics"
     )
     meaning = (
         "The weight decay alone reduces the weights to 1/e within {figure:.0f} steps, and is most of their updates."
@@ -156,7 +155,7 @@ class SchedulePastEndRule(Rule):
     rises: float = 2.0
     patience = 1
     stride = 10
-    explains = frozenset(("loss_spike", "plateau", "lr_vanished", "gradient_spike", "gradient_jump", "update_ratio"))
+    explains = names("loss_spike plateau lr_vanished gradient_spike gradient_jump update_ratio")
     meaning = "The learning rate has risen again {figure:.0f} times after its cosine had come to its end."
     advice = "call scheduler.step() once per epoch, or make the scheduler with the number of all batches"
 
@@ -183,7 +182,7 @@ class RateSquaredRule(Rule):
     severity_while_falling = "warning"
     needs = sources("learning_rate", "optimizer_initial_rate")
     judged_on = frozenset(("optimizer_initial_rate",))
-    explains = frozenset(("lr_too_low", "lr_vanished", "no_learning", "plateau", "update_ratio", "lost_updates"))
+    explains = names("lr_too_low lr_vanished no_learning plateau update_ratio lost_updates")
     meaning = "The learning rate is at most {figure:.3g}, the square of the optimizer's rate: the schedule multiplies the rate by itself."
     advice = "let the function of LambdaLR return a factor, 1 for the rate of the optimizer"
 

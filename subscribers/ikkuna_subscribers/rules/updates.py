@@ -6,6 +6,7 @@ from typing import Any
 
 from ikkuna.diagnosis import History, Network, Rule, Score, TimeSeries
 from ikkuna.diagnosis.history import middle
+from ikkuna.diagnosis.mistakes import names
 from ikkuna.numerics.prediction import initial_logit_deviation
 from ikkuna_subscribers.rules.figures import WEIGHTED, guessing_loss, median_ratio, noise_of_loss, sources
 from ikkuna_subscribers.updates import RatioSubscriber
@@ -25,7 +26,7 @@ class LostUpdatesRule(Rule):
     thresholds = ("share",)
     share: float = 0.25
     severity = "error"
-    explains = frozenset(("no_learning", "lr_too_low", "never_moves", "plateau"))
+    explains = names("no_learning lr_too_low never_moves plateau")
     meaning = "Only {figure:.0%} of the elements that receive a gradient change in a step; the rest is rounded away."
     advice = "keep the weights in float32 (autocast), use stochastic rounding, or a larger learning rate"
 
@@ -66,21 +67,9 @@ class LrTooHighRule(Rule):
     ratio: float = 0.3
     severity = "error"
     patience = 1
-    explains = frozenset(
-        (
-            *("dead_units", "diverges", "no_learning", "ignores_input", "vanishing_gradient"),
-            *(
-                "loss_spike",
-                "nonfinite",
-                "saturated",
-                "class_collapse",
-                "zero_gradient",
-                "update_ratio",
-                "rank_collapse",
-                "plateau",
-            ),
-            *("logit_growth", "gradient_spike", "gradient_jump"),
-        )
+    explains = names(
+        "dead_units diverges no_learning ignores_input vanishing_gradient loss_spike nonfinite saturated class_collapse zero_gradient "
+        "update_ratio rank_collapse plateau logit_growth gradient_spike gradient_jump"
     )
     meaning = "A step moves half of the layers by {figure:.0%} of their weights or more."
     advice = "lower the learning rate by a factor of 10 to 100, or begin with a warm-up"
@@ -150,7 +139,7 @@ class LrTooLowRule(Rule):
     thresholds = ("ratio",)
     ratio: float = 1e-4
     patience = 5
-    explains = frozenset(("no_learning", "plateau", "update_ratio", "class_collapse"))
+    explains = names("no_learning plateau update_ratio class_collapse")
     meaning = "A step moves the weights by only {figure:.1g} of their size, and the loss does not fall."
     advice = "raise the learning rate by a factor of 10 to 100"
 
@@ -189,7 +178,7 @@ class LrVanishedRule(Rule):
     low_steps: float = 200
     patience = 1
     stride = 10
-    explains = frozenset(("lr_too_low", "no_learning", "plateau", "update_ratio", "lost_updates", "never_moves"))
+    explains = names("lr_too_low no_learning plateau update_ratio lost_updates never_moves")
     meaning = (
         "The learning rate has fallen to {figure:.1g} early, and stays there, less than 1/100 of its largest value."
     )
@@ -234,7 +223,7 @@ class NeverMovesRule(Rule):
     uses = sources("learning_rate", "weights_norm2")
     judged_on = frozenset(needs)
     patience = 1
-    explains = frozenset(("no_learning", "lr_too_low", "plateau"))
+    explains = names("no_learning lr_too_low plateau")
     meaning = "The weight receives gradients, but its updates are exactly zero."
     advice = "check the learning rate of its parameter group, and whether updates are lost in bfloat16 or float16"
 
@@ -291,12 +280,7 @@ class UpdateRatioRule(Rule):
     factor: float = 30.0
     patience = 1
     origin = "worst"
-    explains = frozenset(
-        (
-            "rank_collapse",
-            "loss_spike",
-        )
-    )
+    explains = names("rank_collapse loss_spike")
     meaning = "Each step changes this weight by {figure:.0%}, far more than the others."
     advice = "lower the learning rate of this layer, or check its initialisation"
 
@@ -338,17 +322,8 @@ class WeightDecayRule(Rule):
     needs = sources("weights_norm2")
     thresholds = ("share",)
     share: float = 0.3
-    explains = frozenset(
-        (
-            "vanishing_gradient",
-            "ignores_input",
-            "no_learning",
-            "dead_units",
-            "class_collapse",
-            "rank_collapse",
-            "plateau",
-            "zero_gradient",
-        )
+    explains = names(
+        "vanishing_gradient ignores_input no_learning dead_units class_collapse rank_collapse plateau zero_gradient"
     )
     meaning = "The weights have shrunk to {figure:.0%} of their first norm."
     advice = "lower the weight decay, or its product with the learning rate"
