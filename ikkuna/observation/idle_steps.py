@@ -24,7 +24,7 @@ from ikkuna.observation.hooks.hook import is_traced
 from ikkuna.observation.hooks.hook_set import HookSet
 from ikkuna.observation.hooks.loss import LossHooks, is_one_number, needs_outputs
 from ikkuna.observation.hooks.loss_owner import is_computed_in
-from ikkuna.observation.hooks.optimizers import OptimizerHooks, add_rates
+from ikkuna.observation.hooks.optimizers import OptimizerHooks, add_rates, own_hooks
 from ikkuna.observation.logged_values import LoggedValues
 from ikkuna.observation.rows.plan import NOTHING, Plan
 from ikkuna.observation.steps.forwards import Forward
@@ -224,6 +224,8 @@ class IdleSteps:
             return False
         roots, optimizers = context.model.callable, parameters.optimizers()
         if len(roots) != 1 or len(optimizers) != 1 or parameters.owners().unowned:
+            return False
+        if own_hooks(optimizers[0]):  # which may change what the optimizer reads
             return False
         self._root, self._optimizer = weakref.ref(roots[0]), weakref.ref(optimizers[0])
         self._number, self._owned = number, parameters.owned_ids(optimizers[0])

@@ -17,6 +17,7 @@ from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.numerics.bits import HASHED, mixed, row_bit_sums, row_information, row_words
 
 _ROWS = 64
+_FEWEST = 8
 _INFORMATION = 30.0  # bits
 _KEPT = 1 << 14  # rows, and a sixteenth of it batches
 
@@ -34,7 +35,8 @@ class InputRowsSubscriber(PlotSubscriber):
     * ``input_rows_known``: the share of the rows that earlier samples of the training have had
     * ``input_batch_age``: how many steps ago the last sample had the same rows in the same order; 0 if there was none
     * ``input_batch_repeats``: the number of samples so far whose batch was that of the step before
-    * ``input_rows_mean`` and ``input_rows_deviation``: of up to 1,024 elements of each row of the first input, if they are fractions
+    * ``input_rows_mean`` and ``input_rows_deviation``: of up to 1,024 elements of each row of the first input, if they are fractions;
+      of another pass, of at least 8 rows
 
     The first two need rows that are not equal by chance, of at least 30 bits, see `ikkuna.numerics.bits.row_information`.
     Of micro-batches, of ranks, and of the batches of another pass the last one counts.
@@ -122,7 +124,8 @@ class InputRowsSubscriber(PlotSubscriber):
                 if (share := self._contradicted(hashes, labels)) is not None:
                     self.emit(message, share, contradicted)
                 _keep(self._rows, hashes, 1, _KEPT)
-        if not math.isnan(inputs[0][_ROWS + 1, 0]):
+        is_sample = is_training or inputs[0][_ROWS, 1] >= _FEWEST
+        if is_sample and not math.isnan(inputs[0][_ROWS + 1, 0]):
             self.emit(message, inputs[0][_ROWS + 1, 0], mean)
             self.emit(message, inputs[0][_ROWS + 1, 1], deviation)
 

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ikkuna.errors import ConfigError
-from ikkuna.export.messages import MessageBatch, MessageBundle, NetworkMessage
+from ikkuna.export.messages import MessageBatch, MessageBundle, NetworkMessage, Stamp
 from ikkuna.export.subscriber import Pending, PlotSubscriber, Quantity, SharedStatisticSubscriber, name_results
 from ikkuna.numerics.noise import RunningMean
 from ikkuna.numerics.prediction import PREDICTION_FIGURES, constant_figures, count_correct, prediction_figures, shifted
 from ikkuna.numerics.statistics.record import Records
+from ikkuna.support.torch_internals import Memory, memory_of
 from ikkuna.support.undisturbed import undisturbed_randomness
 from ikkuna_subscribers._helpers import require_dataset, require_integers, scheduled_kind
 
@@ -94,6 +95,27 @@ _NATS = Quantity("nats", low=0.0, larger="bad")
 _FLAG = Quantity(low=0.0, high=1.0, scale="share")
 
 
+_Place = tuple[Memory, int, torch.Size]
+
+
+def _place_of(x: Tensor) -> _Place | None:
+    """Return what distinguishes a living tensor from all others; ``None`` without memory."""
+    return None if (memory := memory_of(x)) is None else (memory, int(x.storage_offset()), x.shape)
+
+
+class ComparedOutputs:
+    """Tells whether the outputs of a call of the loss were compared with other labels before in the same step."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Stamp, _Place | None, _Place | None] | None = None
+
+    def are_compared_again(self, bundle: MessageBundle) -> bool:
+        """Note the outputs and labels of a call, and return whether these outputs had other labels in the call before."""
+        outputs, labels = (_place_of(bundle[kind].data) for kind in ("network_output", "input_labels"))
+        before, self._last = self._last, (bundle.stamp, outputs, labels)
+        return before is not None and outputs is not None and before[:2] == self._last[:2] and before[2] != labels
+
+
 class PredictionSubscriber(PlotSubscriber):
     r"""Figures of the outputs and labels of a classification: cross-entropy, entropies, scale, and dependence on the input.
 
@@ -104,7 +126,8 @@ class PredictionSubscriber(PlotSubscriber):
     see `ikkuna.numerics.prediction.prediction_figures`; entropies are in nats.
     Labels that are numbers between 0 and 1 have ``output_dependence``, ``output_magnitude``, ``output_binary_cross_entropy`` and
     ``output_in_unit_interval``, other losses only ``output_dependence``; an undefined figure is not published.
-    Of several micro-batches and ranks the last one counts.
+    Of several micro-batches and ranks the last one counts.  If the same outputs are compared with several labels in a step, as in mixup,
+    each comparison is a part of what is minimised, and nothing is published.
 
     Look for: an ``output_dependence`` near 0, because the outputs are the same for every input;
     a ``prediction_entropy`` of 0 while that of the labels is not; a first ``output_cross_entropy`` or ``loss`` above
@@ -146,9 +169,12 @@ class PredictionSubscriber(PlotSubscriber):
         super().__init__(["network_output", "input_labels"], join=True, **options)
         self.ignore_index = ignore_index
         self.shift = shift
+        self._compared = ComparedOutputs()
 
     def measure(self, bundle: MessageBundle) -> Tensor | None:
         """Return all figures."""
+        if self._compared.are_compared_again(bundle):
+            return self.unknown(bundle)
         outputs, labels = shifted(bundle["network_output"].data, bundle["input_labels"].data, self.shift)
         return prediction_figures(outputs, labels, self.ignore_index, bundle.stamp.global_step)
 
@@ -167,7 +193,7 @@ class ConstantPredictionSubscriber(PlotSubscriber):
     and ``loss_form``, which loss it is, as a number of `ikkuna.numerics.prediction.LOSS_FORMS`; -1 is an unknown one.
     The loss is recognised by its value: MSE, MAE, Huber, binary cross-entropy, cross-entropy with probabilities, or divergence.
     Of a loss of another form, and of equal labels, only ``loss_form`` is published.
-    Of several micro-batches and ranks the last one counts.
+    Of several micro-batches and ranks the last one counts; nothing is published if the same outputs are compared with several labels.
 
     Look for: a ``loss_over_constant`` that stays near 1, because the network has learned only the mean of the labels; above 1 it is worse.
     Below 0 the loss has the wrong sign.
@@ -189,9 +215,12 @@ class ConstantPredictionSubscriber(PlotSubscriber):
     def __init__(self, **options: Any) -> None:
         name_results(options, "loss_form", "loss_over_constant", "constant_loss")
         super().__init__(["network_output", "input_labels", "loss"], join=True, **options)
+        self._compared = ComparedOutputs()
 
     def measure(self, bundle: MessageBundle) -> Tensor | None:
         """Return the form of the loss, its share, and the loss of the best constant."""
+        if self._compared.are_compared_again(bundle):
+            return self.unknown(bundle)
         outputs, labels, loss = (bundle[kind].data for kind in self.kinds)
         return (
             None

@@ -148,6 +148,7 @@ def evaluations(x, y, size=40):
         (lambda x, held_out: 50 * held_out, {("evaluation_inputs", "warning")}),
         (lambda x, held_out: held_out / 5, {("evaluation_inputs", "warning")}),
         (lambda x, held_out: held_out - 4, {("evaluation_inputs", "warning")}),
+        (lambda x, held_out: torch.cat([held_out[:80], 50 * held_out[:1]]), set()),  # of one row nothing follows
         (lambda x, held_out: torch.cat([x[:20], held_out[:60]]), set()),  # the last batch counts
         (lambda x, held_out: torch.cat([held_out[:60], x[:20]]), {("training_rows_evaluated", "warning")}),
     ],
@@ -155,7 +156,7 @@ def evaluations(x, y, size=40):
 def test_evaluations_are_compared_with_the_training(change, expected, tmp_path):
     torch.manual_seed(0)
     x, y = data(400)
-    evaluate = evaluations(change(x[:320], x[320:]), y[:80])
+    evaluate = evaluations(changed := change(x[:320], x[320:]), y[: len(changed)])
     assert found(shuffled(x[:320], y[:320]), tmp_path, EVALUATED, evaluate=evaluate) == expected
 
 

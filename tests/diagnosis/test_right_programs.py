@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ikkuna
+from tests.diagnosis.networks import digits
 
 PROGRAMS = {}
 
@@ -358,6 +359,60 @@ def batches_of_one():
     return supervised(model, torch.optim.SGD(model.parameters(), 0.02), nn.CrossEntropyLoss(), batches)
 
 
+def mixed(loss_of):
+    """Return a program whose inputs are mixtures of two samples, and whose loss compares the outputs with the labels of both."""
+    torch.manual_seed(0)
+    model, (images, labels) = mlp(64, 256, 10), digits()[0]
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    shares = torch.distributions.Beta(1.0, 1.0)
+
+    def step():
+        chosen = torch.randint(0, len(images), (64,))
+        x, y = images[chosen], labels[chosen]
+        share, order = shares.sample().item(), torch.randperm(len(x))
+        outputs = model((share * x + (1 - share) * x[order]).flatten(1))
+        optimizer.zero_grad()
+        (share * loss_of(outputs, y) + (1 - share) * loss_of(outputs, y[order])).backward()
+        optimizer.step()
+
+    return model, step
+
+
+@program("no_learning", "one_label", steps=300)
+def mixtures_with_a_loss_module():
+    loss = nn.CrossEntropyLoss()
+    model, step = mixed(loss)
+    return model, loss, step
+
+
+@program("no_learning", "one_label", steps=300)
+def mixtures_with_a_function():
+    model, step = mixed(F.cross_entropy)
+    return model, None, step
+
+
+@program("wrong_sign", steps=300)
+def advantage_with_an_entropy():
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 3))
+    optimizer = torch.optim.Adam(model.parameters(), 2e-3)
+
+    def step():
+        states = torch.randn(64, 4)
+        with torch.no_grad():
+            actions = torch.distributions.Categorical(logits=model(states)[:, :2]).sample()
+        rewards = ((states[:, 0] > 0).long() == actions).float() - 0.1 * torch.rand(64)
+        outputs = model(states)
+        policy, values = torch.distributions.Categorical(logits=outputs[:, :2]), outputs[:, 2]
+        gain = (policy.log_prob(actions) * (rewards - values.detach())).mean() + 0.01 * policy.entropy().mean()
+        optimizer.zero_grad()
+        (0.5 * F.mse_loss(values, rewards) - gain).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+
+    return model, None, step
+
+
 LOOP = (
     *(
         "gradients_cleared",
@@ -547,6 +602,42 @@ def test_no_rule_accuses_a_program_that_trains(name, tmp_path):
     accused = [str(finding) for finding in exporter.findings if finding.rule in rules]
     is_silent = name in ("ten_batches_an_epoch", "a_constant_mask_before_the_tokens")
     assert not [text for text in accused if is_silent or not text.startswith("info")]
+
+
+@pytest.mark.parametrize("options", [{"every": 1, "preset": "full"}, {"every": 10}])
+def test_a_slow_start_is_judged_by_steps_and_not_by_samples(options, tmp_path):
+    torch.manual_seed(0)
+    model, loss, classes = mlp(12, 32, 32, 4), nn.CrossEntropyLoss(), torch.randn(12, 4)
+    optimizer = torch.optim.RAdam(model.parameters(), 3e-3)
+    with ikkuna.watch(
+        model, loss, log_dir=tmp_path, rules=["no_learning"], backend="null", verbosity=0, **options
+    ) as handle:
+        for _ in range(120):
+            x = torch.randn(32, 12)
+            y = (x @ classes + 0.5 * torch.randn(32, 4)).argmax(1)
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+    assert not handle.findings
+
+
+@pytest.mark.parametrize("lowers_rate", [True, False])
+def test_the_best_weights_may_be_loaded_when_the_rate_is_lowered(lowers_rate, tmp_path):
+    torch.manual_seed(0)
+    model, loss = mlp(8, 16, 3), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with ikkuna.watch(model, loss, log_dir=tmp_path, rules=["weights_restored"], backend="null", verbosity=0) as handle:
+        for step in range(120):
+            if step == 40:
+                best = copy.deepcopy(model.state_dict())
+            if step in (60, 80, 100):
+                model.load_state_dict(best)
+                optimizer.param_groups[0]["lr"] *= 0.5 if lowers_rate else 1.0
+            x, y = blobs(64)
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+    assert [finding.severity for finding in handle.findings] == (["info"] if lowers_rate else ["error"])
 
 
 @pytest.mark.parametrize("seed", [3, 7, 9])

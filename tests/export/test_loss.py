@@ -13,6 +13,7 @@ from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import (
+    ConstantPredictionSubscriber,
     LossSubscriber,
     NormSubscriber,
     PerplexitySubscriber,
@@ -926,3 +927,46 @@ def test_two_kinds_of_subscribers_see_the_same_loss():
     watched = Watched(model, subscribers=(LossSubscriber, lambda backend: NormSubscriber("loss", backend=backend)))
     expected = train(model, functional)
     assert watched.shown("loss_norm2") == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("calls", [1, 2, 4])
+def test_a_first_step_whose_backward_comes_before_the_loss_module_has_the_sum_of_its_backwards(calls):
+    loss, model = nn.CrossEntropyLoss(), network()
+    watched, optimizer, sums, means = Watched(model, loss=loss), sgd(model), [], []
+    for _ in range(2):
+        penalty = model(X).square().mean() + 5
+        penalty.backward()
+        losses = [loss(model(X + i), Y) for i in range(calls)]
+        for each in losses:
+            (each / calls).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        means.append(sum(each.item() for each in losses) / calls)
+        sums.append(penalty.item() + means[-1])
+    assert watched.shown() == pytest.approx({0: sums[0], 1: means[1]})
+
+
+@pytest.mark.parametrize("make", [PredictionSubscriber, ConstantPredictionSubscriber])
+@pytest.mark.parametrize("has_module", [True, False])
+def test_outputs_that_are_compared_with_two_labels_have_no_figures(make, has_module):
+    """Each comparison is a part of what is minimised; two parts of the outputs, or two equal comparisons, are none."""
+    is_of_classes = make is PredictionSubscriber
+    loss = nn.CrossEntropyLoss() if is_of_classes else nn.MSELoss()
+    first, second = (Y, Y.flip(0)) if is_of_classes else (torch.randn(8, 4), torch.randn(8, 4))
+    criterion = loss if has_module else (F.cross_entropy if is_of_classes else F.mse_loss)
+    model = network()
+    watched, optimizer = Watched(model, loss=loss if has_module else None, subscribers=[make]), sgd(model)
+    for step in range(4):
+        outputs = model(X)
+        if step == 0:
+            (0.3 * criterion(outputs, first) + 0.7 * criterion(outputs, second)).backward()
+        elif step == 1:
+            (0.3 * criterion(outputs, first) + 0.7 * criterion(outputs, first)).backward()
+        elif step == 2:
+            (criterion(outputs[:4], first[:4]) + criterion(outputs[4:], first[4:])).backward()
+        else:
+            criterion(outputs, second).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    kind = "output_dependence" if is_of_classes else "loss_form"
+    assert sorted(watched.shown(kind)) == [1, 2, 3]

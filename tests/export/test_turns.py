@@ -282,3 +282,35 @@ def test_optimizers_are_found_before_their_first_step(kind, is_wrapped):
     found = exporter._session.context.parameters.optimizers()
     exporter.close()
     assert found in ([optimizer], [wrapper])  # they share their groups
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_gradients_are_those_behind_the_hooks_of_the_optimizer_itself(every, tmp_path):
+    torch.manual_seed(0)
+    model, used, fails = nn.Linear(3, 2), {}, [False]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def clip(*_):
+        if fails[0]:
+            raise KeyError("of the user")
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    optimizer.register_step_pre_hook(clip)
+    with ikkuna.watch(model, log_dir=tmp_path, every=every, verbosity=0) as handle:
+        for step in range(9):
+            if step == 6:  # a step that fails leaves nothing that is called twice
+                model(torch.randn(4, 3)).square().sum().backward()
+                fails[0] = True
+                with pytest.raises(KeyError):
+                    optimizer.step()
+                optimizer.zero_grad()
+                fails[0] = False
+            model(torch.randn(4, 3)).square().sum().backward()
+            optimizer.step()
+            used[step] = nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+            optimizer.zero_grad()
+            assert list(optimizer._optimizer_step_pre_hooks.values()) == [clip]
+    series = handle.read().series("gradients_global_norm")
+    assert dict(zip(series.steps.tolist(), series.values.tolist(), strict=True)) == pytest.approx(
+        {step: norm for step, norm in used.items() if step % every == 0 or step < 1}, rel=1e-5
+    )

@@ -172,7 +172,7 @@ class LossHooks:
         self.preflight: RecordedPreflight | None = None
         self.objective: RecordedObjective | None = None
         self.validation: Callable[[bool], Recorder] = lambda loss: context.recorder
-        self._was_called = self._is_usually_called = self._is_unowned = self._knows_labels = False
+        self._was_called = self._was_left_out = self._is_usually_called = self._is_unowned = self._knows_labels = False
         self._numbers: dict[int, int] = {}
         self._owned: list[set[int]] = []
         self._last_root: weakref.ref[Tensor] | None = None
@@ -221,8 +221,8 @@ class LossHooks:
     def step_ended(self) -> None:
         """Forget what was seen in the step."""
         self.owner.step_ended()
-        self._is_usually_called = self._is_usually_called or self._was_called
-        self._was_called = self._is_unowned = self._knows_labels = False
+        self._is_usually_called = self._is_usually_called or self._was_called or self._was_left_out
+        self._was_called = self._was_left_out = self._is_unowned = self._knows_labels = False
         self._arguments, self._outputs, self._losses, self._unreached = [], [], [], _NONE
         self.undivided, self._undivided = self._undivided, 0
         if self.objective is not None and self.objective.is_done:
@@ -255,7 +255,7 @@ class LossHooks:
         if (forward := context.tracker.calls[get_ident()].last) is None:
             return
         if self._is_unowned and not self._is_beside:
-            self._is_usually_called = True  # from the next step on; in this one a backward has come before
+            self._was_left_out = True  # in this step, of which a backward has come before; from the next step on none is
             return
         self._was_called = self.has_loss = True
         self._losses.append(weakref.ref(output))

@@ -1,5 +1,6 @@
 """Observes parameters around the steps of optimizers, which all exporters of the process share."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import count, repeat
 from operator import attrgetter, is_not
@@ -139,11 +140,17 @@ _SCALED_KINDS = frozenset(("layer_gradients", *MICRO_KINDS, *UNCLIPPED_KINDS))
 _LOGGED_RESCALED = 3  # a training that begins, or is resumed, with a scaler changes it once
 
 
+def own_hooks(optimizer: Optimizer) -> "OrderedDict[Any, Callable[..., Any]]":
+    """Return the hooks that an optimizer itself has before its step."""
+    return getattr(optimizer, "_optimizer_step_pre_hooks", None) or OrderedDict()
+
+
 class OptimizerHooks:
     """Reports steps of optimizers to the tracker, and records what they read and write.
 
     Weights are recorded before the step, as the forward has used them.  Gradients are recorded as the optimizer receives them:
-    accumulated, unscaled, clipped and reduced; with a closure after the step, which has computed them.
+    accumulated, unscaled, clipped and reduced, behind the hooks that the optimizer itself has before its step; with a closure after the
+    step, which has computed them.
     An update is the difference of the weights around the step, without what the user changes between steps.
     If several optimizers step with one parameter, its update is the sum of theirs.
     Gradients of parameters that no optimizer has are recorded with those of the first optimizer that steps.
@@ -182,12 +189,22 @@ class OptimizerHooks:
         self.table = ParameterTable(context)
         self._by_hand: bool | None = None  # not known before the first step
         self._rescaled = 0
+        self._behind = Hook(self, OptimizerHooks.step_begins)
         self._used: set[int] = set()  # ids of the parameters whose gradients the step uses or no optimizer will
 
     # -- hooks ----------------------------------------------------------------------------------------------------
 
     def optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Handle the beginning of an optimizer's step."""
+        """Handle the beginning of an optimizer's step, or let the optimizer report it behind its own hooks, which torch calls later."""
+        own = own_hooks(optimizer)
+        own.pop(id(self), None)  # of a step that has raised
+        if own:
+            own[id(self)] = self._behind
+        else:
+            self.step_begins(optimizer, args, kwargs)
+
+    def step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle the beginning of an optimizer's step, when its gradients are those that it will read."""
         context = self.context
         parameters, tracker = context.parameters, context.tracker
         owned = parameters.owned_ids(optimizer)
@@ -225,6 +242,7 @@ class OptimizerHooks:
 
     def optimizer_ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Handle the end of an optimizer's step."""
+        own_hooks(optimizer).pop(id(self), None)
         context = self.context
         parameters, tracker = context.parameters, context.tracker
         number = parameters.number(optimizer)

@@ -253,13 +253,15 @@ class WrongSignRule(Rule):
 
     Threshold: a fact, for 3 samples in a row: what ``backward()`` is called on is, within 1%, minus the loss of the module that was passed
     as ``loss=``, minus the cross-entropy of outputs and labels, or minus one of the losses that `ConstantPredictionSubscriber` recognises.
+    A sample without such a loss ends the row, and so does one with another of them: a small loss is near one by chance.
     Cannot see: a sum of several terms; a gradient that is reversed on purpose, as for unlearning.
     """
 
     name = "wrong_sign"
     needs = sources("loss")
-    uses = sources("output_cross_entropy", "label_entropy", "loss_over_constant")
-    judged_on = frozenset(("output_cross_entropy", "loss_over_constant"))
+    version = 2
+    uses = sources("output_cross_entropy", "label_entropy", "loss_over_constant", "loss_form")
+    judged_on = frozenset(("output_cross_entropy", "loss_form"))
     severity = "error"
     explains = names(
         "diverges no_better_than_constant no_learning lr_too_high nonfinite ignores_input class_collapse gradient_spike gradient_jump "
@@ -273,6 +275,10 @@ class WrongSignRule(Rule):
         losses = history.curves("loss")
         whole, own = losses.get("objective"), losses.get(None)
         share, labels = history.now("loss_over_constant"), history.now("label_entropy")
+        form = history.now("loss_form")
+        is_of_form = (
+            share is not None and share.last < 0 and form is not None and len(set(form.tail(self.patience))) == 1
+        )
         if whole is None or own is None:
             whole, own = history.curve("loss"), history.now("output_cross_entropy")
         if whole is None:
@@ -281,4 +287,4 @@ class WrongSignRule(Rule):
         is_negated = (
             own is not None and own.step == whole.step and own.last > 0 and abs(whole.last / own.last + 1) < 0.01
         )
-        yield Score(float(is_distance and (is_negated or (share is not None and share.last < 0))), whole.last)
+        yield Score(float(is_distance and (is_negated or is_of_form)), whole.last)

@@ -129,10 +129,29 @@ def median_ratio(history: History) -> float:
 
 
 def have_moved(history: History, memory: dict[str, Any]) -> bool:
-    """Return whether the updates of the samples so far, which a rule remembers, add up to 0.005 of the weights' size."""
+    """Return whether the updates so far, which a rule remembers, add up to 0.05 of the weights' size.
+
+    A sample stands for the steps since the one before, ten at most.
+    """
     if (ratio := median_ratio(history)) == ratio:
-        memory["moved"] = memory.get("moved", 0.0) + ratio
-    return bool(memory.get("moved", 0.0) >= 0.005)
+        passed = min(history.step - memory.get("moved_at", -math.inf), SPACE)
+        memory["moved"], memory["moved_at"] = memory.get("moved", 0.0) + ratio * passed, history.step
+    return bool(memory.get("moved", 0.0) >= 0.05)
+
+
+SPACE = 10
+"""The least number of steps between two samples for which the thresholds of rules about slow changes were measured."""
+
+
+def spaced(curve: TimeSeries, number: int) -> list[int]:
+    """Return the positions of up to `number` of the latest values of a series, the last one first, at least `SPACE` steps apart."""
+    found, steps = list[int](), list(curve.steps)
+    for i in range(len(steps) - 1, -1, -1):
+        if len(found) == number:
+            break
+        if not found or steps[i] <= steps[found[-1]] - SPACE:
+            found.append(i)
+    return found
 
 
 def guessing_loss(history: History) -> float:

@@ -269,12 +269,15 @@ class WeightsRestoredRule(Rule):
 
     A checkpoint or a copy of the weights is loaded inside the loop, and what was learned since is thrown away.
     Threshold: the norms of all weight matrices are equal to the last bit to those of an earlier sample, with others between; two times.
+    It is an info if the learning rate is another one than at the earlier sample and the loss has fallen: the best weights may be loaded
+    on purpose when the rate is lowered.
     Cannot see: a single return, which may be intended, as after a spike of the loss; weights that are trained before the next sample.
     """
 
     name = "weights_restored"
+    version = 2
     needs = sources("weights_norm2")
-    uses = sources("weight_updates_norm2")
+    uses = sources("weight_updates_norm2", "learning_rate")
     judged_on = frozenset(needs)
     severity = "error"
     patience = 1
@@ -289,13 +292,17 @@ class WeightsRestoredRule(Rule):
             return
         memory = history.memory[self.name]
         seen, now = memory.setdefault("seen", {}), hash(tuple([(name, curve.last) for name, curve in fresh]))
+        rates = [curve.last for curve in history.curves("learning_rate").values()]
         before, last = seen.get(now), memory.get("last")
         memory["last"] = now
         if before is not None and last != now:
             memory["returns"] = memory.get("returns", 0) + 1
         if len(seen) < 1000:
-            seen.setdefault(now, history.step)
-        yield Score(float(memory.get("returns", 0) >= 2 and before is not None), float(before or 0))
+            seen.setdefault(now, (history.step, rates))
+        step, rates_before = before or (0, rates)
+        is_intended = rates != rates_before and history.loss_falls is not False
+        is_bad = memory.get("returns", 0) >= 2 and before is not None
+        yield Score(float(is_bad), float(step), at_most="info" if is_intended else "error")
 
 
 class EvaluationInTrainingModeRule(Rule):

@@ -22,6 +22,7 @@ from ikkuna_subscribers.rules.figures import (
     raised_by_others,
     scale_of_loss,
     sources,
+    spaced,
 )
 
 
@@ -308,8 +309,8 @@ class NoLearningRule(Rule):
 
     The guess has the frequencies of the labels (their entropy, corrected for the size of the batch after Miller and Madow), at most log C.
     Threshold: 0.95 of the guess, less than 2% better than 10 samples before, after updates that add up to 0.05 of the weights' size,
-    for 3 samples in a row.  A value is the median over samples with at least 200 labels together; whether the loss has become better is
-    read from all its values between these samples as well.
+    for 3 samples in a row.  A value is the median over samples with at least 200 labels together, which are ten steps apart or more;
+    whether the loss has become better is read from all its values between these samples as well.
     The rule is silent if in these samples the movement of the weights has lowered the loss by 2% of the guess or more, although this is
     hidden by the differences between batches, see `LossChangeBoundSubscriber`.
     It is an info if something else than this movement has raised the loss by more than that of a guess: another term competes.
@@ -317,7 +318,7 @@ class NoLearningRule(Rule):
     """
 
     name = "no_learning"
-    version = 3
+    version = 4
     severity_while_falling = "warning"
     needs = sources(
         "output_cross_entropy", "output_classes", "label_entropy", "label_count", "weight_updates_weights_ratio"
@@ -345,14 +346,18 @@ class NoLearningRule(Rule):
         most = math.log(classes.last)
         guess = min(entropy.median(10) + bias, most)
         window = max(math.ceil(self.labels / max(count.median(10), 1)), 4)
-        if mean.count < window + 10 or not moved or guess < 0.2:
+        chosen = spaced(mean, window + 10)[::-1]
+        if len(chosen) < window + 10 or not moved or guess < 0.2:
             return
-        pairs = zip(mean.tail(window + 10), entropy.tail(window + 10), strict=False)
-        shares = [loss / min(max(labels, 0.2) + bias, most) for loss, labels in pairs]
+        steps, values = [mean.steps[i] for i in chosen], [mean.values[i] for i in chosen]
+        entropies = dict(zip(entropy.steps, entropy.values, strict=True))
+        pairs = zip(steps, values, strict=True)
+        shares = [loss / min(max(entropies.get(step, 0.2), 0.2) + bias, most) for step, loss in pairs]
         now, before = middle(shares[-window:]), middle(shares[:window])
         bounds = history.curve("loss_change_bound")
-        is_lowered = bounds is not None and -sum(bounds.tail(10)) > 0.02 * guess
-        falls = now <= 0.98 * before or _has_fallen(history, list(mean.steps)[-window - 10 :], window)
+        number = 0 if bounds is None else sum(step >= steps[-10] for step in bounds.steps)
+        is_lowered = bounds is not None and -sum(bounds.tail(max(number, 10))) > 0.02 * guess
+        falls = now <= 0.98 * before or _has_fallen(history, steps, window)
         yield Score(
             0.0 if falls or is_lowered else now / self.share,
             now,
