@@ -1,13 +1,14 @@
 """Figures of a network's outputs and labels: accuracy, loss, the losses of a guess and of the best constant."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ikkuna.numerics.elements import readable
+from ikkuna.support.torch_internals import Memory, memory_of
 
 IGNORED = -100
 """The label of items that are left out, unless a loss has another one."""
@@ -424,6 +425,36 @@ LOSS_FORMS = ("mse", "mae", "huber", "bce_with_logits", "bce", "soft_cross_entro
 
 _MAX_COLUMNS = 256
 _EXACT, _OF_SAMPLE = 0.01, 0.1
+
+
+_Place = tuple[Memory, int, torch.Size]
+
+
+def _place_of(x: Tensor) -> _Place | None:
+    """Return what distinguishes a living tensor from all others; ``None`` without memory."""
+    return None if (memory := memory_of(x)) is None else (memory, int(x.storage_offset()), x.shape)
+
+
+class Comparisons:
+    """Remembers the last comparison of outputs with labels, to notice that the same outputs are compared with others.
+
+    Examples
+    --------
+    >>> comparisons, outputs, labels = Comparisons(), torch.zeros(2, 3), torch.tensor([0, 1])
+    >>> comparisons.is_another(7, outputs, labels), comparisons.is_another(7, outputs, labels.flip(0))
+    (False, True)
+    >>> comparisons.is_another(7, outputs[:1], labels[:1]), comparisons.is_another(8, outputs[:1], labels[1:])
+    (False, False)
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Hashable, _Place | None, _Place | None] | None = None
+
+    def is_another(self, step: Hashable, outputs: Tensor, labels: Tensor) -> bool:
+        """Return whether the comparison before, in the same step, was of the same outputs with other labels."""
+        before, self._last = self._last, (step, _place_of(outputs), _place_of(labels))
+        _, place, of_labels = self._last
+        return before is not None and place is not None and before[:2] == (step, place) and before[2] != of_labels
 
 
 def constant_figures(outputs: Tensor, labels: Tensor, loss: Tensor, seed: int = 0) -> Tensor:

@@ -10,12 +10,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ikkuna.errors import ConfigError
-from ikkuna.export.messages import MessageBatch, MessageBundle, NetworkMessage, Stamp
+from ikkuna.export.messages import MessageBatch, MessageBundle, NetworkMessage
 from ikkuna.export.subscriber import Pending, PlotSubscriber, Quantity, SharedStatisticSubscriber, name_results
 from ikkuna.numerics.noise import RunningMean
-from ikkuna.numerics.prediction import PREDICTION_FIGURES, constant_figures, count_correct, prediction_figures, shifted
+from ikkuna.numerics.prediction import (
+    PREDICTION_FIGURES,
+    Comparisons,
+    constant_figures,
+    count_correct,
+    prediction_figures,
+    shifted,
+)
 from ikkuna.numerics.statistics.record import Records
-from ikkuna.support.torch_internals import Memory, memory_of
 from ikkuna.support.undisturbed import undisturbed_randomness
 from ikkuna_subscribers._helpers import require_dataset, require_integers, scheduled_kind
 
@@ -95,27 +101,6 @@ _NATS = Quantity("nats", low=0.0, larger="bad")
 _FLAG = Quantity(low=0.0, high=1.0, scale="share")
 
 
-_Place = tuple[Memory, int, torch.Size]
-
-
-def _place_of(x: Tensor) -> _Place | None:
-    """Return what distinguishes a living tensor from all others; ``None`` without memory."""
-    return None if (memory := memory_of(x)) is None else (memory, int(x.storage_offset()), x.shape)
-
-
-class ComparedOutputs:
-    """Tells whether the outputs of a call of the loss were compared with other labels before in the same step."""
-
-    def __init__(self) -> None:
-        self._last: tuple[Stamp, _Place | None, _Place | None] | None = None
-
-    def are_compared_again(self, bundle: MessageBundle) -> bool:
-        """Note the outputs and labels of a call, and return whether these outputs had other labels in the call before."""
-        outputs, labels = (_place_of(bundle[kind].data) for kind in ("network_output", "input_labels"))
-        before, self._last = self._last, (bundle.stamp, outputs, labels)
-        return before is not None and outputs is not None and before[:2] == self._last[:2] and before[2] != labels
-
-
 class PredictionSubscriber(PlotSubscriber):
     r"""Figures of the outputs and labels of a classification: cross-entropy, entropies, scale, and dependence on the input.
 
@@ -169,11 +154,11 @@ class PredictionSubscriber(PlotSubscriber):
         super().__init__(["network_output", "input_labels"], join=True, **options)
         self.ignore_index = ignore_index
         self.shift = shift
-        self._compared = ComparedOutputs()
+        self._comparisons = Comparisons()
 
     def measure(self, bundle: MessageBundle) -> Tensor | None:
         """Return all figures."""
-        if self._compared.are_compared_again(bundle):
+        if self._comparisons.is_another(bundle.stamp, bundle["network_output"].data, bundle["input_labels"].data):
             return self.unknown(bundle)
         outputs, labels = shifted(bundle["network_output"].data, bundle["input_labels"].data, self.shift)
         return prediction_figures(outputs, labels, self.ignore_index, bundle.stamp.global_step)
@@ -215,13 +200,13 @@ class ConstantPredictionSubscriber(PlotSubscriber):
     def __init__(self, **options: Any) -> None:
         name_results(options, "loss_form", "loss_over_constant", "constant_loss")
         super().__init__(["network_output", "input_labels", "loss"], join=True, **options)
-        self._compared = ComparedOutputs()
+        self._comparisons = Comparisons()
 
     def measure(self, bundle: MessageBundle) -> Tensor | None:
         """Return the form of the loss, its share, and the loss of the best constant."""
-        if self._compared.are_compared_again(bundle):
-            return self.unknown(bundle)
         outputs, labels, loss = (bundle[kind].data for kind in self.kinds)
+        if self._comparisons.is_another(bundle.stamp, outputs, labels):
+            return self.unknown(bundle)
         return (
             None
             if not labels.is_floating_point()

@@ -255,7 +255,9 @@ class LossHooks:
         if (forward := context.tracker.calls[get_ident()].last) is None:
             return
         if self._is_unowned and not self._is_beside:
-            self._was_left_out = True  # in this step, of which a backward has come before; from the next step on none is
+            self._was_left_out = (
+                True  # in this step, of which a backward has come before; from the next step on none is
+            )
             return
         self._was_called = self.has_loss = True
         self._losses.append(weakref.ref(output))

@@ -195,7 +195,7 @@ class OptimizerHooks:
     # -- hooks ----------------------------------------------------------------------------------------------------
 
     def optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Handle the beginning of an optimizer's step, or let the optimizer report it behind its own hooks, which torch calls later."""
+        """Handle the beginning of an optimizer's step, behind the hooks of the optimizer itself, which torch calls later."""
         own = own_hooks(optimizer)
         own.pop(id(self), None)  # of a step that has raised
         if own:

@@ -144,7 +144,7 @@ SPACE = 10
 
 
 def spaced(curve: TimeSeries, number: int) -> list[int]:
-    """Return the positions of up to `number` of the latest values of a series, the last one first, at least `SPACE` steps apart."""
+    """Return the positions of up to `number` of the latest values, the last one first, at least `SPACE` steps apart."""
     found, steps = list[int](), list(curve.steps)
     for i in range(len(steps) - 1, -1, -1):
         if len(found) == number:
