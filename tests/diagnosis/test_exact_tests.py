@@ -1,5 +1,7 @@
 """Relations that a right program keeps: each names its planted fault, and all are silent for healthy models of many kinds."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -463,6 +465,102 @@ def label_among_the_columns():
 def the_same_rows_from_each_worker():
     x, y = vectors(8)
     return stack([20, 64, 10]), (x.repeat(4, 1), y.repeat(4)), nn.CrossEntropyLoss()
+
+
+class NextToken(nn.Module):
+    """A recurrent network that predicts the next token of each position."""
+
+    def __init__(self, batch_first):
+        super().__init__()
+        self.embedding, self.rnn = nn.Embedding(20, 16), nn.GRU(16, 32, batch_first=batch_first)
+        self.head = nn.Linear(32, 20)
+
+    def forward(self, x):
+        return self.head(self.rnn(self.embedding(x))[0]).flatten(0, -2)
+
+
+def next_tokens(shape, axis):
+    tokens = torch.randint(20, shape)
+    length = shape[axis] - 1
+    return tokens.narrow(axis, 0, length), tokens.narrow(axis, 1, length)
+
+
+def entropy_of_tokens(output, y):
+    return functional.cross_entropy(output, y.flatten())
+
+
+@fault("batch_leak")
+def forgotten_batch_first_of_next_tokens():
+    return NextToken(False), next_tokens((12, 10), 1), entropy_of_tokens
+
+
+@healthy
+def time_first_and_next_tokens():
+    return NextToken(False), next_tokens((10, 12), 0), entropy_of_tokens
+
+
+@healthy
+def state_between_batches():
+    class Stateful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head, self.state = nn.GRU(1, 32, batch_first=True), nn.Linear(32, 1), None
+
+        def forward(self, x):
+            outputs, state = self.rnn(x, self.state)
+            self.state = state.detach()
+            return self.head(outputs)
+
+    waves = torch.sin(torch.arange(21) / 3 + torch.arange(8)[:, None])[..., None]
+    return Stateful(), (waves[:, :-1], waves[:, 1:]), nn.MSELoss()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_squared_error_of_far_outputs_has_a_bound(seed):
+    torch.manual_seed(seed)
+    x = torch.randn(64, 6)
+    x[:, 2] = 3e4 + 2e5 * torch.rand(64)
+    assert "unbounded_loss" not in names(stack([6, 64, 1]), (x, x[:, :1].tanh()), nn.MSELoss())
+
+
+def test_one_far_row_makes_no_label_of_a_column():
+    x = torch.randn(64, 6)
+    y = x[:, :1] + 0.5 * torch.randn(64, 1)
+    x[0, 1], y[0] = 1e5, 1e5
+    assert "label_in_inputs" not in names(stack([6, 64, 1]), (x, y), nn.MSELoss())
+
+
+@healthy
+def a_row_of_nan_in_evaluation_mode():
+    class Padded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = stack([20, 64, 10])
+
+        def forward(self, x):
+            outputs = self.inner(x)
+            return outputs if self.training else torch.cat([outputs[:-1], outputs[-1:] * math.nan])
+
+    return Padded(), vectors(), nn.CrossEntropyLoss()
+
+
+def test_a_loss_that_is_maximised_is_not_minimised():
+    model, (x, y) = stack([20, 64, 10]), vectors()
+    optimizer = torch.optim.Adam(model.parameters(), maximize=True)
+    found = ikkuna.preflight(model, (x, y), lambda output, y: -functional.cross_entropy(output, y), optimizer)
+    assert not found
+    assert found.skipped["freed_outputs"] == "an optimizer maximises the loss"
+
+
+def test_no_more_classes_are_named_than_a_line_holds():
+    weight = torch.tensor([0.0] * 6 + [1.0] * 4)
+    model, batch = stack([20, 64, 10]), (torch.randn(40, 20), torch.arange(40) % 10)
+    [found] = [
+        f
+        for f in ikkuna.preflight(model, batch, nn.CrossEntropyLoss(weight=weight))
+        if f.rule == "labels_without_gradient"
+    ]
+    assert "the labels of class 0, 1, 2, 3 and 2 more." in found.message
 
 
 @healthy

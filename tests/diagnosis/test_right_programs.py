@@ -413,6 +413,37 @@ def advantage_with_an_entropy():
     return model, None, step
 
 
+@program("wrong_sign", steps=60)
+def a_likelihood_that_is_maximised():
+    model = mlp(8, 16, 3)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2, maximize=True)
+
+    def step():
+        x, y = blobs()
+        optimizer.zero_grad()
+        (-F.cross_entropy(model(x), y)).backward()
+        optimizer.step()
+
+    return model, None, step
+
+
+@program("lr_too_high", steps=60)
+def weights_that_a_large_decay_shrinks():
+    model = mlp(8, 16, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step():
+        x, y = blobs()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter *= 0.8
+
+    return model, None, step
+
+
 LOOP = (
     *(
         "gradients_cleared",
@@ -602,6 +633,34 @@ def test_no_rule_accuses_a_program_that_trains(name, tmp_path):
     accused = [str(finding) for finding in exporter.findings if finding.rule in rules]
     is_silent = name in ("ten_batches_an_epoch", "a_constant_mask_before_the_tokens")
     assert not [text for text in accused if is_silent or not text.startswith("info")]
+
+
+def test_a_distance_that_is_maximised_is_found(tmp_path):
+    torch.manual_seed(0)
+    model, loss = mlp(8, 16, 3), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, maximize=True)
+    with ikkuna.watch(model, loss, log_dir=tmp_path, backend="null", verbosity=0) as handle:
+        for _ in range(60):
+            x, y = blobs()
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+    assert "wrong_sign" in [finding.rule for finding in handle.findings]
+
+
+def test_a_loss_that_makes_nan_of_finite_outputs_is_named(tmp_path):
+    torch.manual_seed(0)
+    model = mlp(8, 16, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with ikkuna.watch(model, log_dir=tmp_path, rules=["nonfinite"], backend="null", verbosity=0) as handle:
+        for step in range(41):
+            optimizer.zero_grad()
+            outputs = model(torch.randn(16, 8))
+            (outputs.square().mean() * (0.0 / torch.zeros(()) if step == 40 else 1.0)).backward()
+            optimizer.step()
+    [found] = handle.findings
+    assert "All activations of this step are finite, so the loss function has made it." in found.message
+    assert found.advice.startswith("look in the loss for the logarithm")
 
 
 @pytest.mark.parametrize("options", [{"every": 1, "preset": "full"}, {"every": 10}])

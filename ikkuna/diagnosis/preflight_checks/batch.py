@@ -160,6 +160,21 @@ def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return pytree.tree_map(one, value, is_leaf=lambda item: isinstance(item, PackedSequence))
 
 
+def is_shifted(labels: Tensor, tokens: Tensor, axis: int) -> bool:
+    """Return whether each label but the last is the token of the next position of an axis.
+
+    Examples
+    --------
+    >>> tokens = torch.tensor([[5, 6, 7], [1, 2, 3]])
+    >>> is_shifted(torch.tensor([[6, 7, 8], [2, 3, 4]]), tokens, 1), is_shifted(tokens, tokens, 1)
+    (True, False)
+    """
+    if labels.shape != tokens.shape or not -tokens.ndim <= axis < tokens.ndim or tokens.shape[axis] < 2:
+        return False
+    length = tokens.shape[axis] - 1
+    return torch.equal(labels.narrow(axis, 0, length), tokens.narrow(axis, 1, length))
+
+
 def share_between_samples(output: Tensor, size: int | None) -> float:
     r"""Return the share of an output's energy that differs between samples.
 

@@ -13,7 +13,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ikkuna.diagnosis.mistakes import BATCH_LEAK, BATCH_POSITION, IGNORES_INPUT, INPLACE_CHANGES_OUTPUT, RANDOM_OUTPUT
-from ikkuna.diagnosis.preflight_checks.batch import Batch, by_sample, sample_axis, share_between_samples, tensors_of
+from ikkuna.diagnosis.preflight_checks.batch import (
+    Batch,
+    by_sample,
+    is_shifted,
+    sample_axis,
+    share_between_samples,
+    tensors_of,
+)
 from ikkuna.diagnosis.preflight_checks.first_step import ForwardRecord, recorded
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, arranged_scores, main_output
 from ikkuna.diagnosis.preflight_checks.signal import has_substitute_gradient, require_different_samples
@@ -41,7 +48,8 @@ def ignores_input(trial: Trial) -> Iterator[Finding]:
 def _differs(trial: Trial, output: Tensor) -> bool:
     if by_sample(output, trial.batch.size) is None:
         raise CannotJudgeError("the output has no axis of samples")
-    share = share_between_samples(output, trial.batch.size)
+    if not (share := share_between_samples(output, trial.batch.size)) >= 0:
+        raise CannotJudgeError("the output is not finite in evaluation mode")
     return share > _SAME
 
 
@@ -148,10 +156,15 @@ def _calls(trial: Trial, batch: Batch) -> list[tuple[str, list[Tensor], list[Ten
 
 
 def _least_change(trial: Trial, change: Callable[[Trial, int], float]) -> float:
-    """Return the change if the samples are those of the first axis, or of the second one if the labels allow that as well."""
+    """Return the change if the samples are those of the first axis, or of the second one if the labels allow that as well.
+
+    Labels that are the inputs of the next position of the second axis show that this is the axis of time.
+    """
     found = change(trial, 0)
-    labels, shape = trial.batch.labels, trial.batch.tensors[0].shape
-    is_decided = isinstance(labels, Tensor) and labels.ndim == 1 and shape[:1] == labels.shape != shape[1:2]
+    labels, (tokens, *_) = trial.batch.labels, trial.batch.tensors
+    is_decided = isinstance(labels, Tensor) and (
+        (labels.ndim == 1 and tokens.shape[:1] == labels.shape != tokens.shape[1:2]) or is_shifted(labels, tokens, 1)
+    )
     if found and not is_decided and _has_time_first(trial):
         with suppress(CannotJudgeError):  # the second axis is not that of samples either
             found = min(found, change(trial, 1))

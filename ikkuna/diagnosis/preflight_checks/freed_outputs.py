@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ikkuna.diagnosis import mistakes
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, Classification, arranged_scores, class_axis
 from ikkuna.diagnosis.preflight_checks.trial import Trial
+from ikkuna.printable import listed
 from ikkuna.store.finding import Finding
 from ikkuna.support.torch_internals import pytree
 
@@ -144,6 +145,8 @@ class _FreeLoss:
 
 def freed_outputs(trial: Trial) -> Iterator[Finding]:
     """Find what is wrong with the loss by itself: it is minimised over the outputs, with the labels of the batch."""
+    if any(group.get("maximize") for optimizer in trial.optimizers for group in optimizer.param_groups):
+        raise CannotJudgeError("an optimizer maximises the loss")
     with trial.running(as_training=True, autograd=True):
         loss = _FreeLoss(trial)
         begin, end = loss.descend(loss.map)
@@ -166,6 +169,7 @@ def _limit(loss: _FreeLoss, begin: list[Tensor], end: list[Tensor]) -> float | N
     """Return the loss far along the way of the descent if it falls there without end.
 
     From one to ten and to a hundred times the way, a loss without a bound falls by at least as much for each unit of the way.
+    The unit is the way, or the largest output or label if that is more: near far outputs any loss falls in a straight line.
     A loss that is linear in the outputs, as that of a critic, does so by design, and one that labels of another shape multiply, as that of
     a policy.
     """
@@ -175,7 +179,10 @@ def _limit(loss: _FreeLoss, begin: list[Tensor], end: list[Tensor]) -> float | N
         return None
     labels = loss.labels
     with torch.no_grad():
-        ten, hundred = (loss.value(_further(loss.place, begin, end, factor)) for factor in (10.0, 100.0))
+        farthest = [begin[loss.place], *([labels] if labels.is_floating_point() else [])]
+        way = float((end[loss.place] - begin[loss.place]).abs().max())
+        unit = max(1.0, *(float(x.abs().max()) / way for x in farthest if x.numel() and way > 0))
+        ten, hundred = (loss.value(_further(loss.place, begin, end, factor * unit)) for factor in (10.0, 100.0))
         if labels.is_floating_point() and labels.shape != loss.main.shape:
             none, one, two = (float(loss(begin, loss.map, labels * factor)) for factor in (0.0, 1.0, 2.0))
             if abs(two - 2 * one + none) <= _ROUNDING * max(map(abs, (none, one, two))):
@@ -280,7 +287,7 @@ def _without_gradient(loss: _FreeLoss, begin: list[Tensor]) -> Iterator[Finding]
     ignored = [k for k in classes if not _is_padding(loss, k) and _is_silent(loss, begin, k)]
     if ignored and len(classes) < len(known):
         share = sum(float((labels == k).float().mean()) for k in ignored)
-        names = ", ".join(map(str, ignored[:4]))
+        names = listed([*map(str, ignored)])
         yield mistakes.LABELS_WITHOUT_GRADIENT.found(share, detail=f"These are the labels of class {names}.")
 
 

@@ -96,7 +96,7 @@ def _silent_rows(trial: Trial, output: Tensor, labels: Tensor) -> Tensor:
 
 
 def label_in_inputs(trial: Trial) -> Iterator[Finding]:
-    """Find a column of the inputs of which the labels are a linear function, to the last digits."""
+    """Find a column of the inputs of which the labels are a linear function, to the last digits, also without its farthest rows."""
     x, labels = trial.batch.tensors[0], trial.batch.labels
     if not isinstance(labels, Tensor) or x.ndim != 2 or not x.is_floating_point() or labels.numel() != len(x):
         raise CannotJudgeError("the inputs are no columns of numbers with one label each")
@@ -106,13 +106,32 @@ def label_in_inputs(trial: Trial) -> Iterator[Finding]:
         x.double() if x.device.type == "cpu" else x.float(),
         labels.flatten().to(torch.float32).to(x.device),
     )
-    columns, wanted = columns - columns.mean(0), (wanted - wanted.mean()).to(columns.dtype)
-    correlation = (columns * wanted.unsqueeze(1)).sum(0) / (columns.norm(dim=0) * wanted.norm())
-    found = (correlation.abs() > 1 - 1e-6).nonzero().flatten().tolist()
+    wanted = wanted.to(columns.dtype)
+    correlation = _correlation(columns, wanted)
+    found = [
+        column
+        for column in (correlation.abs() > 1 - 1e-6).nonzero().flatten().tolist()
+        if _is_linear_within(columns[:, column], wanted)
+    ]
     if found and len(found) < x.shape[1]:
         yield LABEL_IN_INPUTS.found(
             found[0], detail=f"Its correlation with the labels is {float(correlation[found[0]]):.6g}."
         )
+
+
+def _correlation(columns: Tensor, wanted: Tensor) -> Tensor:
+    """Return the correlation of each column with the labels."""
+    columns, wanted = columns - columns.mean(0), wanted - wanted.mean()
+    found: Tensor = (columns * wanted.unsqueeze(1)).sum(0) / (columns.norm(dim=0) * wanted.norm())
+    return found
+
+
+def _is_linear_within(column: Tensor, wanted: Tensor) -> bool:
+    """Return whether a column and the labels correlate without the rows that are the farthest from the median, which decide alone."""
+    near = (column - column.median()).abs().argsort()[: len(column) - max(len(column) // 16, 1)]
+    if bool((wanted[near] == wanted[near[0]]).all()):
+        return True  # the others are the only ones with another label
+    return bool(_correlation(column[near].unsqueeze(1), wanted[near]).abs() > 1 - 1e-4)
 
 
 def duplicate_rows(trial: Trial) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ikkuna.diagnosis.mistakes import LABEL_OFFSET, ONE_INDEX, PADDING_CHANGES_OUTPUT, PADDING_INSIDE, TIME_LEAK
-from ikkuna.diagnosis.preflight_checks.batch import Batch
+from ikkuna.diagnosis.preflight_checks.batch import Batch, is_shifted
 from ikkuna.diagnosis.preflight_checks.dependence import changing_module, relative_change
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.trial import Trial
@@ -71,13 +71,8 @@ def _predicted_axis(trial: Trial, batch: Batch, tokens: Tensor) -> int | None:
         named = "ForCausalLM" in type(trial.model).__name__ or type(trial.model).__name__.startswith("GPT2LMHead")
         encoder = getattr(getattr(trial.model, "config", None), "is_encoder_decoder", False)
         return 1 if named and not encoder and bool((labels == tokens)[known].all()) else None
-    shifted = partial(_is_shifted, labels, tokens)
+    shifted = partial(is_shifted, labels, tokens)
     return next((axis for axis in (1, 0) if tokens.shape[axis] > 2 and shifted(axis)), None)
-
-
-def _is_shifted(labels: Tensor, tokens: Tensor, axis: int) -> bool:
-    length = tokens.shape[axis] - 1
-    return torch.equal(labels.narrow(axis, 0, length), tokens.narrow(axis, 1, length))
 
 
 def _other_tail(tokens: Tensor, axis: int, start: int) -> Tensor:

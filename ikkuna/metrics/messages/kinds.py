@@ -27,7 +27,7 @@ MEASURED_TOGETHER = ("network_output", "input_labels", "loss")
 FACT_KINDS = (
     *("averaged_ranks", "evaluations_in_training_mode", "gradients_at_step", "micro_batches", "undivided_losses"),
     *("optimizer_beta1", "optimizer_beta2", "optimizer_epsilon", "optimizer_initial_rate", "optimizer_weight_decay"),
-    *("optimizer_closure", "random_numbers_repeated", "step_skipped", "unowned_parameters"),
+    *("optimizer_closure", "optimizer_maximize", "random_numbers_repeated", "step_skipped", "unowned_parameters"),
 )
 """Facts about the loop and the optimizers that ``batch_finished`` carries, under the names by which rules read them."""
 

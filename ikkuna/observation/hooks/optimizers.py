@@ -35,11 +35,11 @@ def add_rates(optimizer: Optimizer, rates: dict[str, Any]) -> None:
         )
 
 
-_SETTINGS = {"eps": "epsilon", "weight_decay": "weight_decay", "initial_lr": "initial_rate"}
+_SETTINGS = {"eps": "epsilon", "weight_decay": "weight_decay", "initial_lr": "initial_rate", "maximize": "maximize"}
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, float]:
-    """Return the betas, ``epsilon``, ``weight_decay`` and ``initial_rate`` of a parameter group, as far as it has them.
+    """Return the betas, ``epsilon``, ``weight_decay``, ``maximize`` and ``initial_rate`` of a parameter group, if it has them.
 
     A scheduler of ``torch.optim`` stores the initial rate.
 
@@ -50,9 +50,9 @@ def settings_of(group: dict[str, Any]) -> dict[str, float]:
     >>> import torch
     >>> weight = nn.Parameter(torch.ones(1))
     >>> settings_of(torch.optim.AdamW([weight]).param_groups[0])
-    {'epsilon': 1e-08, 'weight_decay': 0.01, 'beta1': 0.9, 'beta2': 0.999}
+    {'epsilon': 1e-08, 'weight_decay': 0.01, 'maximize': 0.0, 'beta1': 0.9, 'beta2': 0.999}
     >>> settings_of(torch.optim.Adam([weight], weight_decay=0.1).param_groups[0])
-    {'epsilon': 1e-08, 'beta1': 0.9, 'beta2': 0.999}
+    {'epsilon': 1e-08, 'maximize': 0.0, 'beta1': 0.9, 'beta2': 0.999}
     """
     found = {name: group.get(key) for key, name in _SETTINGS.items()}
     if group.get("decoupled_weight_decay") is False:

@@ -235,6 +235,9 @@ class EvaluationModeRule(Rule, mistake=EVALUATION_MODE):
         yield from (Score(float(curve.last >= 1 and bool(changed)), curve.last, name) for name in changed or (None,))
 
 
+_OUTSIDE = (
+    "look in the loss for the logarithm or the root of a number that may be 0 or less, a division by 0, and overflow"
+)
 _CLEAN = "search the data for missing values; a dump of the flight recorder names the row"
 _DERIVATIVE = "look for a function whose derivative is infinite: the root or the norm of 0, a power below 1, or overflow in half precision"
 
@@ -310,6 +313,10 @@ class NonFiniteRule(Rule, mistake=NONFINITE):
         elif before and 0 < before[-1] < 2 * before[0]:
             text = f"It is the loss, which was {before[-1]:.3g} before: it has not grown, so this batch or a function of it is the cause."
             advice = _CLEAN
+            seen = [c for kind in ("input_data_mean", "activations_variance") for _, c in history.fresh(kind)]
+            if history.fresh("activations_variance") and all(math.isfinite(curve.last) for curve in seen):
+                text += " All activations of this step are finite, so the loss function has made it."
+                advice = _OUTSIDE
         return Score(1.0, loss.last, None, "loss", detail=text, advice=advice)
 
     @staticmethod

@@ -7,7 +7,7 @@ from ikkuna.diagnosis import History, Network, Rule, Score
 from ikkuna.diagnosis.history import middle
 from ikkuna.diagnosis.mistakes import IGNORES_INPUT, INPUT_SCALE, ONE_LABEL, SIGMOID_TWICE, SOFTMAX_TWICE, names
 from ikkuna_subscribers.predictions import ConstantPredictionSubscriber
-from ikkuna_subscribers.rules.figures import guessing_loss, have_moved, sources, stays_below
+from ikkuna_subscribers.rules.figures import guessing_loss, have_moved, is_maximised, sources, stays_below
 
 
 class ClassCollapseRule(Rule):
@@ -249,10 +249,11 @@ class NoBetterThanConstantRule(Rule):
 
 
 class WrongSignRule(Rule):
-    """The loss is exactly the negative of a distance between outputs and labels: it is maximised.
+    """The loss is exactly the negative of a distance between outputs and labels, or such a distance is maximised.
 
     Threshold: a fact, for 3 samples in a row: what ``backward()`` is called on is, within 1%, minus the loss of the module that was passed
     as ``loss=``, minus the cross-entropy of outputs and labels, or minus one of the losses that `ConstantPredictionSubscriber` recognises.
+    With an optimizer that maximises the loss, it is the loss, the cross-entropy or one of these losses without the minus.
     A sample without such a loss ends the row, and so does one with another of them: a small loss is near one by chance.
     Cannot see: a sum of several terms; a gradient that is reversed on purpose, as for unlearning.
     """
@@ -260,15 +261,15 @@ class WrongSignRule(Rule):
     name = "wrong_sign"
     needs = sources("loss")
     version = 2
-    uses = sources("output_cross_entropy", "label_entropy", "loss_over_constant", "loss_form")
+    uses = sources("output_cross_entropy", "label_entropy", "loss_over_constant", "loss_form", "optimizer_maximize")
     judged_on = frozenset(("output_cross_entropy", "loss_form"))
     severity = "error"
     explains = names(
         "diverges no_better_than_constant no_learning lr_too_high nonfinite ignores_input class_collapse gradient_spike gradient_jump "
         "loss_spike dead_units signal_scale update_ratio logit_growth"
     )
-    meaning = "The loss is {figure:.3g}, exactly the negative of a distance between outputs and labels, which grows."
-    advice = "remove the minus, or use the negative logarithm of the likelihood"
+    meaning = "A distance between outputs and labels is maximised, and grows; the loss is {figure:.3g}."
+    advice = "remove the minus in front of the loss, or maximize=True, or use the negative logarithm of the likelihood"
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield 1 if the loss has the wrong sign."""
@@ -276,8 +277,9 @@ class WrongSignRule(Rule):
         whole, own = losses.get("objective"), losses.get(None)
         share, labels = history.now("loss_over_constant"), history.now("label_entropy")
         form = history.now("loss_form")
+        sign = -1 if is_maximised(history) else 1
         is_of_form = (
-            share is not None and share.last < 0 and form is not None and len(set(form.tail(self.patience))) == 1
+            share is not None and sign * share.last < 0 and form is not None and len(set(form.tail(self.patience))) == 1
         )
         if whole is None or own is None:
             whole, own = history.curve("loss"), history.now("output_cross_entropy")
@@ -285,6 +287,6 @@ class WrongSignRule(Rule):
             return
         is_distance = share is not None or (labels is not None and labels.last > 0)
         is_negated = (
-            own is not None and own.step == whole.step and own.last > 0 and abs(whole.last / own.last + 1) < 0.01
+            own is not None and own.step == whole.step and own.last > 0 and abs(whole.last / own.last + sign) < 0.01
         )
         yield Score(float(is_distance and (is_negated or is_of_form)), whole.last)

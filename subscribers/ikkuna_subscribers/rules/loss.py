@@ -16,6 +16,7 @@ from ikkuna_subscribers.predictions import PredictionSubscriber
 from ikkuna_subscribers.rules.figures import (
     guessing_loss,
     have_moved,
+    is_maximised,
     is_of_classes,
     new_scores,
     noise_of_loss,
@@ -164,11 +165,13 @@ class UnboundedLossRule(Rule, mistake=UNBOUNDED_LOSS):
 
     A loss with a lower bound falls more slowly the nearer it comes to it.
     Threshold: over the second half of the training, 30 to 400 values, the loss falls in each third by more than in the third before, and
-    has reached 100 times the size and the spread of its first values below 0, at 5 judgements in a row.
+    has reached 100 times the size and the spread of its first values below 0, at 5 judgements in a row, unless it is maximised.
     Cannot see: a loss that falls without end at a constant pace or ever more slowly, as a logarithm does.
     """
 
     needs = sources("loss")
+    uses = sources("optimizer_maximize")
+    judged_on = frozenset(needs)
     stride = 10
     patience = 5
     thresholds = ("factor",)
@@ -177,7 +180,7 @@ class UnboundedLossRule(Rule, mistake=UNBOUNDED_LOSS):
     def scores(self, history: History) -> Iterator[Score]:
         """Yield one score for the network."""
         curve = history.now("loss")
-        if curve is None or curve.count < 60 or not all(map(math.isfinite, curve.first)):
+        if curve is None or curve.count < 60 or not all(map(math.isfinite, curve.first)) or is_maximised(history):
             return
         values = curve.tail(curve.count // 2)
         size = len(values) // 3

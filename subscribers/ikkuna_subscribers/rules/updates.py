@@ -47,7 +47,8 @@ class LrTooHighRule(Rule):
     """One of the first steps moves the weights of half of the layers by a third of their size or more.
 
     The rule is silent if the network has a single weight matrix, whose first values may be small by chance, and leaves out weights that
-    begin near zero, below 0.01 of the usual root mean square of the weights, as those of adapters.  From step 10 on it looks at
+    begin near zero, below 0.01 of the usual root mean square of the weights, as those of adapters, and steps of weights that have shrunk
+    to half of their first norm, as by weight decay.  From step 10 on it looks at
     what such a step has led to: the next ones are as large, or hardly move the weights any more, or the loss has risen.
     It also finds steps that make half of the layers of torch larger than any usual initialisation, if they began within one, and the loss
     is known and has not fallen by half: otherwise the steps fit a task whose weights are large.
@@ -58,7 +59,7 @@ class LrTooHighRule(Rule):
     """
 
     name = "lr_too_high"
-    version = 2
+    version = 3
     severity_while_falling = "info"
     needs = sources("weight_updates_weights_ratio")
     uses = sources("optimizer_closure", "loss", "weights_norm2")
@@ -88,13 +89,21 @@ class LrTooHighRule(Rule):
         ratio = middle(ratios)
         if ratio != ratio or len(ratios) < 2:
             return
-        largest = memory["ratio"] = max(ratio, memory.get("ratio", 0.0))
-        loss, since = history.curve("loss"), memory.setdefault("since", history.step)
+        if ratio > memory.get("ratio", 0.0) and not _have_shrunk(history):
+            memory["ratio"], memory["at"] = ratio, history.step
+        largest, at = memory.get("ratio", 0.0), memory.get("at")
+        loss, first = history.curve("loss"), memory.setdefault("first", history.step)
         has_risen = loss is not None and _has_risen(loss)
-        if has_risen or (history.step >= since + 10 and not 0.01 * largest < ratio < self.ratio):
-            yield Score(largest / self.ratio, largest, step=since)
+        if has_risen or (history.step >= first + 10 and not 0.01 * largest < ratio < self.ratio):
+            yield Score(largest / self.ratio, largest, step=at)
         elif loss is not None and largest >= self.ratio / 3 and not _is_halved(loss) and _has_left_its_start(history):
-            yield Score(1.0, largest, step=since, detail=_LARGE)
+            yield Score(1.0, largest, step=at, detail=_LARGE)
+
+
+def _have_shrunk(history: History) -> bool:
+    """Return whether half of the weight matrices have less than half of their first norm, which makes steps large beside them."""
+    shares = [curve.last / curve.first[0] for _, curve in history.matrices("weights_norm2") if curve.first[0] > 0]
+    return middle(shares) < 0.5
 
 
 _LARGE = "After a few steps, half of the layers have larger weights than any usual initialisation makes."
