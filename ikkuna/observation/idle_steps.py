@@ -225,12 +225,11 @@ class IdleSteps:
         roots, optimizers = context.model.callable, parameters.optimizers()
         if len(roots) != 1 or len(optimizers) != 1 or parameters.owners().unowned:
             return False
-        if own_hooks(optimizers[0]):  # which may change what the optimizer reads
-            return False
         self._root, self._optimizer = weakref.ref(roots[0]), weakref.ref(optimizers[0])
         self._number, self._owned = number, parameters.owned_ids(optimizers[0])
         self._counted.size = sum(len(group["params"]) for group in optimizers[0].param_groups)
-        return parameters.number(optimizers[0]) == number
+        # hooks of the optimizer itself may change what it reads
+        return parameters.number(optimizers[0]) == number and not own_hooks(optimizers[0])
 
     def _finds_loss(self) -> bool:
         """Whether the loss of the next step is known on the host, as far as this is known."""

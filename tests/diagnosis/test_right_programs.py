@@ -429,19 +429,10 @@ def a_likelihood_that_is_maximised():
 
 @program("lr_too_high", steps=60)
 def weights_that_a_large_decay_shrinks():
-    model = mlp(8, 16, 3)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def step():
-        x, y = blobs()
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter *= 0.8
-
-    return model, None, step
+    model, (images, labels) = mlp(64, 128, 128, 10), digits()[0]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.3)
+    batches = [*zip(images.flatten(1).split(64), labels.split(64), strict=True)]
+    return supervised(model, optimizer, nn.CrossEntropyLoss(), batches)
 
 
 LOOP = (
@@ -633,6 +624,37 @@ def test_no_rule_accuses_a_program_that_trains(name, tmp_path):
     accused = [str(finding) for finding in exporter.findings if finding.rule in rules]
     is_silent = name in ("ten_batches_an_epoch", "a_constant_mask_before_the_tokens")
     assert not [text for text in accused if is_silent or not text.startswith("info")]
+
+
+@pytest.mark.parametrize(("period", "expected"), [(10**9, None), (25, "info"), (1, "error")])
+def test_an_optimizer_that_is_created_again_and_again_is_found(period, expected, tmp_path):
+    torch.manual_seed(0)
+    model, loss = mlp(8, 16, 3), nn.CrossEntropyLoss()
+    with ikkuna.watch(model, loss, log_dir=tmp_path, rules=["optimizer_reset"], backend="null", verbosity=0) as handle:
+        for step in range(160):
+            if step % period == 0:
+                optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+            x, y = blobs()
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+    found = [finding.severity for finding in handle.findings]
+    assert found == ([] if expected is None else ["warning"] if expected == "error" else [expected])
+
+
+def test_a_layer_that_is_replaced_later_is_in_no_optimizer(tmp_path):
+    torch.manual_seed(0)
+    model, loss = mlp(8, 16, 3), nn.CrossEntropyLoss()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    with ikkuna.watch(model, loss, log_dir=tmp_path, backend="null", verbosity=0) as handle:
+        for step in range(120):
+            if step == 50:
+                model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+            x, y = blobs()
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+    assert [(f.rule, f.module) for f in handle.findings if f.rule == "not_in_optimizer"] == [("not_in_optimizer", "0")]
 
 
 def test_a_distance_that_is_maximised_is_found(tmp_path):

@@ -215,7 +215,7 @@ def test_steps_and_epochs_are_counted_as_in_a_list(calls, per_epoch):
         assert counters.state_dict() == {"global_step": total, "train_step": here, "epoch": number}
         assert counters.epoch_has_begun is (opened or here > 0)
         assert counters.steps_left == (math.inf if per_epoch is None else per_epoch - here)
-        assert counters.epoch_is_full is (per_epoch is not None and here >= per_epoch)
+        assert (counters.steps_left <= 0) is (per_epoch is not None and here >= per_epoch)
         for back in (-1, 0, 1, 3):
             assert counters.stamp(back, "a") == Stamp(max(total - back, 0), max(here - back, 0), number, "a")
         assert counters.stamp() == Stamp(total, here, number, "training")

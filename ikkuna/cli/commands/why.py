@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ikkuna.cli.terminal import Terminal, add_run_argument, chosen_run
 
 if TYPE_CHECKING:
+    from ikkuna.diagnosis.findings import Findings
     from ikkuna.report.first_changes import FirstChanges
 
 _ROWS = 15
@@ -27,17 +28,21 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
 
     path = chosen_run(options.path, terminal)
     run = read_run(path)
-    found = first_changes(run, options.step, check(path))
-    terminal.answer({"run": str(run.path), **found.as_dict()}, lambda: _write(found, terminal))
+    findings = check(path)
+    found = first_changes(run, options.step, findings)
+    terminal.answer({"run": str(run.path), **found.as_dict()}, lambda: _write(found, findings, terminal))
     return int(bool(found.changes))
 
 
-def _write(found: "FirstChanges", terminal: Terminal) -> None:
+def _write(found: "FirstChanges", findings: "Findings", terminal: Terminal) -> None:
     if found.step is None:
         terminal.write("The loss has no spike, or was not stored; --step asks about another step.")
         return
     if not found.changes:
         terminal.write(f"No quantity left its band around step {found.step}.")
+        for finding in findings:
+            if finding.step is not None and finding.step <= found.step and finding.severity != "info":
+                terminal.write(str(finding))
         return
     first = found.changes[0]
     place = f"{first.kind} of {first.module}" if first.module else first.kind

@@ -96,7 +96,7 @@ def _silent_rows(trial: Trial, output: Tensor, labels: Tensor) -> Tensor:
 
 
 def label_in_inputs(trial: Trial) -> Iterator[Finding]:
-    """Find a column of the inputs of which the labels are a linear function, to the last digits, also without its farthest rows."""
+    """Find a column of the inputs of which the labels are a linear function, to the last digits, without a few far rows too."""
     x, labels = trial.batch.tensors[0], trial.batch.labels
     if not isinstance(labels, Tensor) or x.ndim != 2 or not x.is_floating_point() or labels.numel() != len(x):
         raise CannotJudgeError("the inputs are no columns of numbers with one label each")
@@ -127,7 +127,7 @@ def _correlation(columns: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _is_linear_within(column: Tensor, wanted: Tensor) -> bool:
-    """Return whether a column and the labels correlate without the rows that are the farthest from the median, which decide alone."""
+    """Return whether a column and the labels correlate without the rows that are the farthest from the median."""
     near = (column - column.median()).abs().argsort()[: len(column) - max(len(column) // 16, 1)]
     if bool((wanted[near] == wanted[near[0]]).all()):
         return True  # the others are the only ones with another label

@@ -220,7 +220,8 @@ class ForwardHooks:
         is_counted = context.recorder.plan.counts_forwards
         if (is_counted or context.observer is not None) and torch.is_grad_enabled():
             outputs = [("", output)] if isinstance(output, Tensor) else leaves(output)
-            self._loss.owner.forward_ended(outputs, range(forward.began, sequence_number()))
+            if context.model.loss is not None:
+                self._loss.owner.forward_ended(outputs, range(forward.began, sequence_number()))
             if is_counted:
                 self._backward.arm(outputs, forward)
 

@@ -188,7 +188,9 @@ class LossHooks:
     def step_opened(self) -> None:
         """Read the tensors that each backward starts from, if the step measures labels."""
         plan = self.context.recorder.plan
-        self._look(bool(plan.together) or "input_labels" in plan.kinds)
+        is_wanted = bool(plan.together) or "input_labels" in plan.kinds
+        if is_wanted or self.is_looking:
+            self._look(is_wanted)
 
     def _look(self, is_looking: bool) -> None:
         self._stop_looking()
@@ -215,19 +217,22 @@ class LossHooks:
             What it has returned, as far as that is known.
         """
         self._unreached = forward, thread, recorded
-        self.owner.forward_ended(outputs, recorded)
+        if self.context.model.loss is not None:
+            self.owner.forward_ended(outputs, recorded)
         self._look(True)
 
     def step_ended(self) -> None:
         """Forget what was seen in the step."""
-        self.owner.step_ended()
+        if self.context.model.loss is not None:
+            self.owner.step_ended()
         self._is_usually_called = self._is_usually_called or self._was_called or self._was_left_out
         self._was_called = self._was_left_out = self._is_unowned = self._knows_labels = False
         self._arguments, self._outputs, self._losses, self._unreached = [], [], [], _NONE
         self.undivided, self._undivided = self._undivided, 0
         if self.objective is not None and self.objective.is_done:
             self.objective = None
-        self._look(False)
+        if self.is_looking:
+            self._look(False)
 
     def gradients_cleared(self) -> None:
         """Forget the backwards whose gradients were thrown away."""

@@ -120,9 +120,9 @@ class LossOwner:
 
     def forward_ended(self, outputs: Leaves, recorded: range) -> None:
         """Remember the memory of what a forward has returned, and the numbers of the nodes recorded in it."""
-        if self._context.model.loss is not None:
-            self._recorded += [recorded] if recorded else ()
-            self._returned += _memories(outputs)
+        if recorded:
+            self._recorded.append(recorded)
+        self._returned += _memories(outputs)
 
     def evaluated(self, output: Any) -> None:
         """Remember the memory of what the model has returned without gradients."""

@@ -1,6 +1,5 @@
 """Observes parameters around the steps of optimizers, which all exporters of the process share."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import count, repeat
 from operator import attrgetter, is_not
@@ -140,9 +139,8 @@ _SCALED_KINDS = frozenset(("layer_gradients", *MICRO_KINDS, *UNCLIPPED_KINDS))
 _LOGGED_RESCALED = 3  # a training that begins, or is resumed, with a scaler changes it once
 
 
-def own_hooks(optimizer: Optimizer) -> "OrderedDict[Any, Callable[..., Any]]":
-    """Return the hooks that an optimizer itself has before its step."""
-    return getattr(optimizer, "_optimizer_step_pre_hooks", None) or OrderedDict()
+own_hooks: Callable[[Optimizer], dict[int, Callable[..., Any]]] = attrgetter("_optimizer_step_pre_hooks")
+"""Returns the hooks that an optimizer itself has before its step, by the numbers of their handles."""
 
 
 class OptimizerHooks:
@@ -196,8 +194,8 @@ class OptimizerHooks:
 
     def optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Handle the beginning of an optimizer's step, behind the hooks of the optimizer itself, which torch calls later."""
-        own = own_hooks(optimizer)
-        own.pop(id(self), None)  # of a step that has raised
+        if own := own_hooks(optimizer):
+            own.pop(id(self), None)  # of a step that has raised
         if own:
             own[id(self)] = self._behind
         else:
@@ -242,7 +240,8 @@ class OptimizerHooks:
 
     def optimizer_ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Handle the end of an optimizer's step."""
-        own_hooks(optimizer).pop(id(self), None)
+        if own := own_hooks(optimizer):
+            own.pop(id(self), None)
         context = self.context
         parameters, tracker = context.parameters, context.tracker
         number = parameters.number(optimizer)

@@ -574,7 +574,8 @@ class StepTracker:
         self.counters.step_closed()
         self.optimizers.stepped_before = stepped
         self._reset()
-        return [closed, *(self._finish_epoch() if self.counters.steps_left <= 0 else ())]
+        is_full = self.counters.steps_per_epoch is not None and self.counters.steps_left <= 0
+        return [closed, *(self._finish_epoch() if is_full else ())]
 
     def _reset(self) -> None:
         self.state = State.IDLE

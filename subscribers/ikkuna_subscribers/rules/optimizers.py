@@ -16,10 +16,13 @@ class OptimizerResetRule(Rule):
     Threshold: the count does not grow, and is below half of the number of steps that its kept samples span, for 3 samples in a row, in
     each of up to five weights that are spread over the network: a single one, such as that of an expert without tokens, may have received
     no gradient.  The samples of the rule can be of successive steps, in which a new optimizer counts 1.
+    It is an info from the third time on that the counts of all these weights have fallen: each phase of a training may have an optimizer of
+    its own, but one that is created again in each epoch begins each with steps of another size.
     Cannot see: optimizers without a count of steps, such as SGD; an optimizer that is created once more on purpose.
     """
 
     name = "optimizer_reset"
+    version = 2
     severity_while_falling = "warning"
     needs = sources("weight_state_step_mean")
     severity = "error"
@@ -39,8 +42,12 @@ class OptimizerResetRule(Rule):
         """Yield one score for the network."""
         curves = [curve for _, curve in history.fresh("weight_state_step_mean") if len(curve.values) > 1]
         if curves:
-            still = (c.values[-2] >= c.last and 2 * c.last < c.steps[-1] - c.steps[0] for c in curves)
-            yield Score(float(all(still)), max(curve.last for curve in curves))
+            is_still = all(c.values[-2] >= c.last and 2 * c.last < c.steps[-1] - c.steps[0] for c in curves)
+            memory = history.memory[self.name]
+            memory["still"] = memory.get("still", 0) + 1 if is_still else 0
+            memory["falls"] = memory.get("falls", 0) + all(c.values[-2] > c.last for c in curves)
+            at_most = "error" if memory["still"] >= self.patience else "info"
+            yield Score(float(is_still or memory["falls"] >= 3), max(c.last for c in curves), at_most=at_most)
 
 
 class NotInOptimizerRule(Rule, mistake=NOT_IN_OPTIMIZER):
@@ -60,16 +67,24 @@ class NotInOptimizerRule(Rule, mistake=NOT_IN_OPTIMIZER):
     def scores(self, history: History) -> Iterator[Score]:
         """Yield 1 for each parameter without an optimizer."""
         for name, curve in history.fresh("unowned_parameters"):
-            yield Score(curve.last if name and not _is_written_otherwise(history, name) else 0.0, 1.0, name or None)
+            is_written = _is_written_otherwise(history, name, curve.first_steps[0])
+            yield Score(curve.last if name and not is_written else 0.0, 1.0, name or None)
 
 
-def _is_written_otherwise(history: History, name: str) -> bool:
-    """Return whether a parameter of the same module changes, or no gradient reaches it while gradients are measured."""
+def _is_written_otherwise(history: History, name: str, since: int) -> bool:
+    """Return whether a weight of the same module changes from a step on, or no gradient reaches it while these are measured."""
     module, gradients = history.network.module(name), history.curves("weight_gradients_norm2")
     weights = {
         other: c for other, c in history.curves("weights_norm2").items() if history.network.module(other) == module
     }
-    is_written = any(curve.first[0] != curve.last for curve in weights.values())
+    is_written = any(
+        step >= since and value != curve.last
+        for curve in weights.values()
+        for step, value in (
+            *zip(curve.first_steps, curve.first, strict=True),
+            *zip(curve.steps, curve.values, strict=True),
+        )
+    )
     return is_written or bool(gradients and weights and not weights.keys() & gradients.keys())
 
 

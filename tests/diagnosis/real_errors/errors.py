@@ -123,24 +123,24 @@ def update_of_weights_that_are_not_contiguous(is_mended):
 def parameters_skipped_by_a_compiled_step(is_mended):
     model = mlp()
     late = [model.fc0.weight, model.fc0.bias]
-    optimizer = adam(model)
-    hidden = {}
+
+    class Traced(torch.optim.Adam):
+        """An optimizer whose step takes the parameters that had gradients when it was traced."""
+
+        def _init_group(self, *args):
+            gradients = [parameter.grad for parameter in late]
+            for parameter in late:
+                parameter.grad = None
+            found = super()._init_group(*args)
+            for parameter, gradient in zip(late, gradients, strict=True):
+                parameter.grad = gradient
+            return found
 
     def before_step(step):
         for parameter in late:
             parameter.requires_grad_(step >= 30)  # frozen in the steps that were traced
 
-    def hide(*_):
-        for parameter in late:
-            hidden[parameter], parameter.grad = parameter.grad, None
-
-    def show(*_):
-        for parameter, gradient in hidden.items():
-            parameter.grad = gradient
-
-    if not is_mended:
-        optimizer.register_step_pre_hook(hide)
-        optimizer.register_step_post_hook(show)
+    optimizer = adam(model) if is_mended else Traced(model.parameters(), adam(model).defaults["lr"])
     return Training(model, digits(), optimizer, steps=160, before_step=before_step)
 
 
