@@ -427,6 +427,19 @@ def a_likelihood_that_is_maximised():
     return model, None, step
 
 
+@program("wrong_sign", "wrong_optimum", "unbounded_loss", steps=90)
+def a_negative_error_that_is_maximised():
+    model, error = mlp(8, 16, 1), nn.MSELoss()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2, maximize=True)
+
+    class Closeness(nn.Module):
+        def forward(self, outputs, labels):
+            return -error(outputs, labels)
+
+    x = torch.randn(64, 8)
+    return supervised(model, optimizer, Closeness(), [(x, x[:, :1])])
+
+
 @program("lr_too_high", steps=60)
 def weights_that_a_large_decay_shrinks():
     model, (images, labels) = mlp(64, 128, 128, 10), digits()[0]
