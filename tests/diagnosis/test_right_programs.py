@@ -670,6 +670,30 @@ def test_a_layer_that_is_replaced_later_is_in_no_optimizer(tmp_path):
     assert [(f.rule, f.module) for f in handle.findings if f.rule == "not_in_optimizer"] == [("not_in_optimizer", "0")]
 
 
+@pytest.mark.parametrize(("decay", "clamps"), [(0.0, True), (30.0, False)])
+def test_weights_that_something_else_shrinks_are_not_blamed_on_a_decay(decay, clamps, tmp_path):
+    torch.manual_seed(0)
+    model, loss = mlp(8, 16, 3), nn.CrossEntropyLoss()
+    optimizer = (
+        torch.optim.Adam(model.parameters(), 1e-3)
+        if clamps
+        else torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=decay)
+    )
+    with ikkuna.watch(model, loss, log_dir=tmp_path, rules=["weight_decay"], backend="null", verbosity=0) as handle:
+        for _ in range(120):
+            x, y = blobs()
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+            if clamps:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.clamp_(-0.01, 0.01)
+    [found] = handle.findings
+    assert ("No optimizer has a weight decay." in found.message) == clamps
+    assert found.advice.startswith("search for what else" if clamps else "lower the weight decay")
+
+
 def test_a_distance_that_is_maximised_is_found(tmp_path):
     torch.manual_seed(0)
     model, loss = mlp(8, 16, 3), nn.CrossEntropyLoss()

@@ -42,7 +42,7 @@ def settings_of(group: dict[str, Any]) -> dict[str, float]:
 
     A scheduler of ``torch.optim`` stores the initial rate.
 
-    ``weight_decay`` is only that which shrinks weights by itself; that of ``torch.optim.Adam`` becomes a part of the gradient.
+    ``weight_decay`` is 0, or that which shrinks weights by itself; that of ``torch.optim.Adam`` becomes a part of the gradient.
 
     Examples
     --------
@@ -54,7 +54,7 @@ def settings_of(group: dict[str, Any]) -> dict[str, float]:
     {'epsilon': 1e-08, 'maximize': 0.0, 'beta1': 0.9, 'beta2': 0.999}
     """
     found = {name: group.get(key) for key, name in _SETTINGS.items()}
-    if group.get("decoupled_weight_decay") is False:
+    if group.get("decoupled_weight_decay") is False and found["weight_decay"]:
         del found["weight_decay"]
     betas = group.get("betas")
     if isinstance(betas, tuple | list) and len(betas) == 2:

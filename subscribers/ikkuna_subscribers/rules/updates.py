@@ -323,12 +323,16 @@ class WeightDecayRule(Rule):
     """The weight matrices have shrunk to a small part of what they were.
 
     Threshold: 0.3 of their first norm for the median over matrices, for 3 samples in a row; healthy runs stay above 0.8.
+    If no optimizer has a weight decay, something else shrinks them, and the finding says so.
     Cannot see: weights that shrink and are meant to, as by pruning.
     """
 
     name = "weight_decay"
+    version = 2
     severity_while_falling = "info"
     needs = sources("weights_norm2")
+    uses = sources("optimizer_weight_decay")
+    judged_on = frozenset(needs)
     thresholds = ("share",)
     share: float = 0.3
     explains = names(
@@ -341,5 +345,11 @@ class WeightDecayRule(Rule):
         """Yield one score for the network."""
         shares = [c.last / c.first[0] for _, c in history.matrices("weights_norm2") if c.first[0] > 0]
         share = middle(shares)
+        decays = [curve.last for curve in history.curves("optimizer_weight_decay").values()]
+        text, advice = ("", "") if any(decays) or not decays else (_NO_DECAY, _OTHERS)
         if share >= 0:
-            yield Score(self.share / max(share, 1e-9), share)
+            yield Score(self.share / max(share, 1e-9), share, detail=text, advice=advice)
+
+
+_NO_DECAY = "No optimizer has a weight decay."
+_OTHERS = "search for what else changes the weights: a clamp, a mask, a copy, or a penalty in the loss"
