@@ -499,22 +499,6 @@ def time_first_and_next_tokens():
     return NextToken(False), next_tokens((10, 12), 0), entropy_of_tokens
 
 
-@healthy
-def state_between_batches():
-    class Stateful(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn, self.head, self.state = nn.GRU(1, 32, batch_first=True), nn.Linear(32, 1), None
-
-        def forward(self, x):
-            outputs, state = self.rnn(x, self.state)
-            self.state = state.detach()
-            return self.head(outputs)
-
-    waves = torch.sin(torch.arange(21) / 3 + torch.arange(8)[:, None])[..., None]
-    return Stateful(), (waves[:, :-1], waves[:, 1:]), nn.MSELoss()
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_a_squared_error_of_far_outputs_has_a_bound(seed):
     torch.manual_seed(seed)

@@ -265,9 +265,6 @@ class TrainingSetup:
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            stack.enter_context(
-                restored(self._owners, values=False)
-            )  # as the state of a recurrent network between batches
             stack.enter_context(unobserved(self._owners))
             for owner in self._owners[1:]:
                 stack.enter_context(undisturbed(owner, autograd=True))
