@@ -407,8 +407,8 @@ class RuleSubscriber(Subscriber):
         if self.preflight is None:
             return []
         is_maximised = any(curve.last for curve in self.judge.history.curves("optimizer_maximize").values())
-        wrong = [each for each in self.preflight.findings() if not (is_maximised and each.rule in _OF_MINIMA)]
-        heard = [finding for finding in wrong if not is_muted(finding, self._mute)]
+        found = [each for each in self.preflight.findings() if not (is_maximised and each.rule in _OF_MINIMA)]
+        heard = [finding for finding in found if not is_muted(finding, self._mute)]
         return [added for finding in heard if (added := self.judge.add_finding(finding, step)) is not None]
 
     def _store_steps(self, stamp: Stamp) -> None:

@@ -260,9 +260,8 @@ class LossHooks:
         if (forward := context.tracker.calls[get_ident()].last) is None:
             return
         if self._is_unowned and not self._is_beside:
-            self._was_left_out = (
-                True  # in this step, of which a backward has come before; from the next step on none is
-            )
+            # a backward has come before in this step; from the next one on its number stands beside the loss
+            self._was_left_out = True
             return
         self._was_called = self.has_loss = True
         self._losses.append(weakref.ref(output))
