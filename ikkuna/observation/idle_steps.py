@@ -16,8 +16,8 @@ from ikkuna.metrics.bus.delivery import Losses
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.base import StepLosses
 from ikkuna.numerics.statistics.native.hook_functions import MOST_LOSSES
-from ikkuna.observation.hooks.call_stack import SEES_BACKWARD, running_steps
-from ikkuna.observation.hooks.context import HookContext
+from ikkuna.observation.hooks.call_stack import SEES_BACKWARD
+from ikkuna.observation.hooks.context import HookContext, running_steps
 from ikkuna.observation.hooks.forward import ForwardHooks
 from ikkuna.observation.hooks.gradients import GradientNorm
 from ikkuna.observation.hooks.hook import is_traced

@@ -36,7 +36,7 @@ def test_the_way_of_the_activation_is_short(calls):
 
 
 def test_a_step_is_short(calls):
-    assert len(files(calls)) <= 34
+    assert len(files(calls)) <= 33
     assert len(calls) <= 167
 
 

@@ -1,4 +1,4 @@
-"""Finds what runs on the stack of a thread: steps of optimizers, calls of modules, backwards, checkpoints."""
+"""Finds what runs on the stack of a thread: calls of modules, backwards, checkpoints, compiled programs."""
 
 import sys
 from collections.abc import Collection, Iterator
@@ -7,14 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
 from ikkuna.support.torch_internals import MODULE_CALL
 
-_OF_OPTIMIZERS = vars(torch_optimizer)
-_SCALER_STEP = torch.amp.GradScaler.step.__code__
 _STAGE = "torch.distributed.pipelining.stage"
 _DRY_RUNS = ("_forward_metadata_inference", "_shape_inference")  # their name depends on the version of torch
 _CHECKPOINT, _CREATES_STATE = "torch.distributed.checkpoint.state_dict", "_init_optim_state"
@@ -30,33 +26,6 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def running_steps() -> tuple[list[Optimizer], torch.amp.GradScaler | None]:
-    """Return the optimizers whose ``step()`` runs on this thread, and the gradient scaler that calls the outermost of them.
-
-    The innermost optimizer comes first, and each as often as it calls itself.
-    A step that raises calls no post hook, but torch's wrapper of it is not on the stack any more.
-    A scaler that is disabled is none.
-
-    Examples
-    --------
-    >>> running_steps()
-    ([], None)
-    """
-    found: list[Optimizer] = []
-    scaler: torch.amp.GradScaler | None = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:  # without a generator: this runs at every step
-        code = frame.f_code
-        if "wrapper" in code.co_name and frame.f_globals is _OF_OPTIMIZERS:
-            optimizer = frame.f_locals.get("self")
-            if isinstance(optimizer, Optimizer):
-                found.append(optimizer)
-        elif code is _SCALER_STEP:
-            scaler = frame.f_locals["self"]
-        frame = frame.f_back
-    return found, scaler if scaler is not None and scaler.is_enabled() else None
 
 
 def count_running_calls(modules: Collection[nn.Module]) -> int:

@@ -1,4 +1,4 @@
-"""Objects that all adapters of torch's hooks share: permits of native functions, graph operators.
+"""Objects that all adapters of torch's hooks share: permits of native functions, graph operators, running optimizers.
 
 The compiler neither looks into these operators nor removes them.  Their bodies end where the eager hooks end, so a compiled step is
 measured by the same code.  They keep no tensor: the compiler reuses its memory as soon as the operator has returned.
@@ -8,15 +8,19 @@ The number of a call is a constant: the compiler merges operators with equal arg
 that return the same tensor, or receive the same gradient.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from threading import get_ident
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from ikkuna.distributed.dtensor import divided
 from ikkuna.metrics.bus.delivery import StepObserver
@@ -43,6 +47,36 @@ from ikkuna.observation.steps.step_tracker import StepTracker
 from ikkuna.store.finding import Finding
 from ikkuna.support.failures import log
 from ikkuna.support.torch_internals import current_trace, graph_task, insert_as_constant, sequence_number
+
+_OF_OPTIMIZERS = vars(torch_optimizer)
+_SCALER_STEP = torch.amp.GradScaler.step.__code__
+
+
+def running_steps() -> tuple[list[Optimizer], torch.amp.GradScaler | None]:
+    """Return the optimizers whose ``step()`` runs on this thread, and the gradient scaler that calls the outermost of them.
+
+    The innermost optimizer comes first, and each as often as it calls itself.
+    A step that raises calls no post hook, but torch's wrapper of it is not on the stack any more.
+    A scaler that is disabled is none.
+
+    Examples
+    --------
+    >>> running_steps()
+    ([], None)
+    """
+    found: list[Optimizer] = []
+    scaler: torch.amp.GradScaler | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:  # without a generator: this runs at every step
+        code = frame.f_code
+        if "wrapper" in code.co_name and frame.f_globals is _OF_OPTIMIZERS:
+            optimizer = frame.f_locals.get("self")
+            if isinstance(optimizer, Optimizer):
+                found.append(optimizer)
+        elif code is _SCALER_STEP:
+            scaler = frame.f_locals["self"]
+        frame = frame.f_back
+    return found, scaler if scaler is not None and scaler.is_enabled() else None
 
 
 class Computation:

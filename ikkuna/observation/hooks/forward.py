@@ -12,8 +12,8 @@ from ikkuna.diagnosis.mistakes import MISSING_STEP, NO_BATCH
 from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.numerics.statistics.native.hook_functions import Function
 from ikkuna.observation.hooks.backward import BackwardHooks
-from ikkuna.observation.hooks.call_stack import count_running_calls, in_dry_run, in_reentrant_checkpoint, running_steps
-from ikkuna.observation.hooks.context import HookContext, ObservedSites
+from ikkuna.observation.hooks.call_stack import count_running_calls, in_dry_run, in_reentrant_checkpoint
+from ikkuna.observation.hooks.context import HookContext, ObservedSites, running_steps
 from ikkuna.observation.hooks.gradients import LayerGradientHooks
 from ikkuna.observation.hooks.loss import LossHooks
 from ikkuna.observation.hooks.nested_tensors import Leaves, batch_sizes, leaves, received, with_batch_sizes

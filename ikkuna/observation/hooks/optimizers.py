@@ -12,8 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from ikkuna.metrics.messages.kinds import MICRO_KINDS, UNCLIPPED_KINDS
-from ikkuna.observation.hooks.call_stack import creates_optimizer_state, running_steps
-from ikkuna.observation.hooks.context import HookContext
+from ikkuna.observation.hooks.call_stack import creates_optimizer_state
+from ikkuna.observation.hooks.context import HookContext, running_steps
 from ikkuna.observation.hooks.hook import Hook, Remove
 from ikkuna.observation.hooks.loss import LossHooks
 from ikkuna.observation.hooks.parameter_table import ParameterTable
