@@ -387,6 +387,11 @@ class History:
         is_lowered = -sum(bounds.values) > 0.02 * abs(first)
         return is_lowered and curve.median(5) - first <= max(values) - min(values)
 
+    @property
+    def is_maximised(self) -> bool:
+        """Whether an optimizer maximises the loss, as with ``maximize=True``."""
+        return any(curve.last for curve in self.curves("optimizer_maximize").values())
+
     def matrices(self, kind: str) -> list[tuple[str, TimeSeries]]:
         """Return the fresh series of weights with two or more axes."""
         key = kind, self.network, (step := self.step)

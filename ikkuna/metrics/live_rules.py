@@ -406,7 +406,7 @@ class RuleSubscriber(Subscriber):
         """Return the findings of the first call of the loss, once."""
         if self.preflight is None:
             return []
-        is_maximised = any(curve.last for curve in self.judge.history.curves("optimizer_maximize").values())
+        is_maximised = self.judge.history.is_maximised
         found = [each for each in self.preflight.findings() if not (is_maximised and each.rule in _OF_MINIMA)]
         heard = [finding for finding in found if not is_muted(finding, self._mute)]
         return [added for finding in heard if (added := self.judge.add_finding(finding, step)) is not None]

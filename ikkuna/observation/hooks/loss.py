@@ -260,7 +260,7 @@ class LossHooks:
         if (forward := context.tracker.calls[get_ident()].last) is None:
             return
         if self._is_unowned and not self._is_beside:
-            # a backward has come before in this step; from the next one on its number stands beside the loss
+            # a backward has come before in this step; in later steps, what it is called on is recorded beside the loss
             self._was_left_out = True
             return
         self._was_called = self.has_loss = True

@@ -7,7 +7,7 @@ from ikkuna.diagnosis import History, Network, Rule, Score
 from ikkuna.diagnosis.history import middle
 from ikkuna.diagnosis.mistakes import IGNORES_INPUT, INPUT_SCALE, ONE_LABEL, SIGMOID_TWICE, SOFTMAX_TWICE, names
 from ikkuna_subscribers.predictions import ConstantPredictionSubscriber
-from ikkuna_subscribers.rules.figures import guessing_loss, have_moved, is_maximised, sources, stays_below
+from ikkuna_subscribers.rules.figures import guessing_loss, have_moved, sources, stays_below
 
 
 class ClassCollapseRule(Rule):
@@ -277,7 +277,7 @@ class WrongSignRule(Rule):
         whole, own = losses.get("objective"), losses.get(None)
         share, labels = history.now("loss_over_constant"), history.now("label_entropy")
         form = history.now("loss_form")
-        sign = -1 if is_maximised(history) else 1
+        sign = -1 if history.is_maximised else 1
         is_of_form = (
             share is not None and sign * share.last < 0 and form is not None and len(set(form.tail(self.patience))) == 1
         )

@@ -154,11 +154,6 @@ def spaced(curve: TimeSeries, number: int) -> list[int]:
     return found
 
 
-def is_maximised(history: History) -> bool:
-    """Return whether an optimizer maximises the loss, as with ``maximize=True``."""
-    return any(curve.last for curve in history.curves("optimizer_maximize").values())
-
-
 def guessing_loss(history: History) -> float:
     """Return the cross-entropy of a guess among all classes, log C; NaN if the outputs are no classification."""
     classes: TimeSeries | None = history.curve("output_classes")

@@ -16,7 +16,6 @@ from ikkuna_subscribers.predictions import PredictionSubscriber
 from ikkuna_subscribers.rules.figures import (
     guessing_loss,
     have_moved,
-    is_maximised,
     is_of_classes,
     new_scores,
     noise_of_loss,
@@ -180,7 +179,7 @@ class UnboundedLossRule(Rule, mistake=UNBOUNDED_LOSS):
     def scores(self, history: History) -> Iterator[Score]:
         """Yield one score for the network."""
         curve = history.now("loss")
-        if curve is None or curve.count < 60 or not all(map(math.isfinite, curve.first)) or is_maximised(history):
+        if curve is None or curve.count < 60 or not all(map(math.isfinite, curve.first)) or history.is_maximised:
             return
         values = curve.tail(curve.count // 2)
         size = len(values) // 3

@@ -89,7 +89,7 @@ class LrTooHighRule(Rule):
         ratio = middle(ratios)
         if ratio != ratio or len(ratios) < 2:
             return
-        if ratio > memory.get("ratio", 0.0) and not _have_shrunk(history):
+        if ratio > memory.get("ratio", 0.0) and not _share_of_first_norm(history) < 0.5:
             memory["ratio"], memory["at"] = ratio, history.step
         largest, at = memory.get("ratio", 0.0), memory.get("at")
         loss, first = history.curve("loss"), memory.setdefault("first", history.step)
@@ -100,10 +100,9 @@ class LrTooHighRule(Rule):
             yield Score(1.0, largest, step=at, detail=_LARGE)
 
 
-def _have_shrunk(history: History) -> bool:
-    """Return whether half of the weight matrices have less than half of their first norm, which makes steps large beside them."""
-    shares = [curve.last / curve.first[0] for _, curve in history.matrices("weights_norm2") if curve.first[0] > 0]
-    return middle(shares) < 0.5
+def _share_of_first_norm(history: History) -> float:
+    """Return the norm of a weight matrix over its first norm, the median over the matrices; NaN without any."""
+    return middle([c.last / c.first[0] for _, c in history.matrices("weights_norm2") if c.first[0] > 0])
 
 
 _LARGE = "After a few steps, half of the layers have larger weights than any usual initialisation makes."
@@ -343,8 +342,7 @@ class WeightDecayRule(Rule):
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield one score for the network."""
-        shares = [c.last / c.first[0] for _, c in history.matrices("weights_norm2") if c.first[0] > 0]
-        share = middle(shares)
+        share = _share_of_first_norm(history)
         decays = [curve.last for curve in history.curves("optimizer_weight_decay").values()]
         text, advice = ("", "") if any(decays) or not decays else (_NO_DECAY, _OTHERS)
         if share >= 0:
