@@ -528,6 +528,12 @@ def a_row_of_nan_in_evaluation_mode():
     return Padded(), vectors(), nn.CrossEntropyLoss()
 
 
+def test_outputs_that_are_not_finite_are_not_compared():
+    model, batch, loss = a_row_of_nan_in_evaluation_mode()
+    found = ikkuna.preflight(model, batch, loss, torch.optim.Adam(model.parameters()))
+    assert found.skipped["ignores_input"] == "the output is not finite in evaluation mode"
+
+
 def test_a_loss_that_is_maximised_is_not_minimised():
     model, (x, y) = stack([20, 64, 10]), vectors()
     optimizer = torch.optim.Adam(model.parameters(), maximize=True)
