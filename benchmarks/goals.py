@@ -87,6 +87,10 @@ GOALS = {
 }
 
 
+PERIOD = 40
+"""The number of steps after which rules sample the same statistics, from step 300 to step 3,000."""
+
+
 @cache
 def bandwidth(count: int = 1 << 26) -> float:
     """Return how many bytes a second ``sum()`` reads of a number of floats."""
@@ -262,7 +266,7 @@ def resnet50() -> Workload:
 
 
 def means() -> Found:
-    """Measure the mean cost of the default preset, after the first steps, which are taken on small batches."""
+    """Measure the mean cost of the default preset from step 320 on; the first steps are taken on small batches."""
     found: Found = {}
     for name, make, small, periods in (
         ("MLP", MODELS["mlp"], lambda x: x[:1], 4),
@@ -278,17 +282,17 @@ def means() -> Found:
                 for _ in range(320):
                     work.step()
                 work.inputs, work.labels = whole
-                for _ in range(rules.PERIOD):  # the loss jumps, which the recorder examines
+                for _ in range(PERIOD):  # the loss jumps, which the recorder examines
                     work.step()
-            for step in range(periods * rules.PERIOD):
+            for step in range(periods * PERIOD):
                 for key, work in works.items():
                     seconds[key].setdefault(rules.kind_of(step), []).append(timed(work.step))
-            steps = [rules.kind_of(step) for step in range(rules.PERIOD)]
+            steps = [rules.kind_of(step) for step in range(PERIOD)]
             plain, full = (statistics.mean(statistics.median(of[kind]) for kind in steps) for of in seconds.values())
             for work in works.values():
                 work.close()
         found[f"default preset, mean at every=10, {name}, %"] = (full / plain - 1) * 100, limit(make) / plain * 10
-    cost = rules.measure(MODELS["mlp"], 120, 320)
+    cost = rules.measure(MODELS["mlp"], 160, 3040)
     return found | {"rules, mean, mlp, %": ((cost["rules"] - cost["default"]) / cost["none"] * 100, 0.0)}
 
 
@@ -296,7 +300,7 @@ def judging() -> Found:
     """Measure what it costs to judge the loss of a step of an MLP, of at least 25 ms, and what all judging costs.
 
     The goals are for such a step; the batch is made larger where one of 128 rows takes less.
-    The first is that of a step between two that are sampled.  All judging has the gradients, NaN and Inf, the flight
+    The steps are those from step 3,200 on.  The first goal is that of a step between two that are sampled.  All judging has the gradients, NaN and Inf, the flight
     recorder and what is delivered, and is a mean over all steps.
     """
     found: Found = {}
@@ -310,12 +314,12 @@ def judging() -> Found:
             lengthen(work, 0.025)
             own, silent = NormSubscriber("weights", subsample=10**9), {"log_dir": directory, "verbosity": 0}
             close = ikkuna.watch(work.model, own, loss=work.loss, preflight=False, **silent, **options).close
-            rules.warm(work, 320)
-            for _ in range(3 * rules.PERIOD):  # the loss jumps, which is judged as a spike, and no spike later
+            rules.warm(work, 3040)
+            for _ in range(2 * rules.PERIOD):  # the loss jumps, which is judged as a spike, and no spike later
                 work.step()
             more: list[list[float]] = [[] for _ in range(rules.PERIOD)]
             bare_times = []
-            order = np.random.default_rng(0).permuted([[True, False]] * 60 * rules.PERIOD, axis=1).tolist()
+            order = np.random.default_rng(0).permuted([[True, False]] * 30 * rules.PERIOD, axis=1).tolist()
             for step, is_watched in enumerate(order):
                 seconds = {}
                 for each in is_watched:

@@ -2,10 +2,10 @@
 
 One thread is used, and all variants are interleaved step by step.
 The figure of a variant is the mean over a period of samples, with the median of the steps of which the same is measured.
-The first 300 steps, in which more steps are sampled, are excluded; ``--warm-up 0`` measures them.
+The first 3,000 steps, in which more steps are sampled, are excluded; ``--warm-up 0`` measures the first ones.
 ``default`` is ``ikkuna.watch`` without rules, ``rules`` is ``ikkuna.watch`` as it is; both show their values with the backend ``null``.
 
-    python benchmarks/rules.py [--models mlp conv transformer gru] [--steps 240] [--warm-up 320]
+    python benchmarks/rules.py [--models mlp conv transformer gru] [--steps 240] [--warm-up 3040]
 """
 
 import math
@@ -24,7 +24,7 @@ from ikkuna.export.messages import MessageBus
 from ikkuna.metrics.subscriber.bases import GROUP, Preset
 from ikkuna.support.plugins import load_plugin
 
-PERIOD = 40
+PERIOD = 80
 """The number of steps after which the same statistics are measured again."""
 
 
@@ -92,5 +92,5 @@ def kind_of(step: int) -> int:
 
 
 if __name__ == "__main__":
-    options = {"steps": (240, "measured steps"), "warm_up": (320, "steps before the measurement")}
+    options = {"steps": (240, "measured steps"), "warm_up": (3040, "steps before the measurement")}
     main(measure, MODELS, ("default", "rules"), options)

@@ -492,6 +492,7 @@ def register_rules(
         The number of steps between two samples of modules.
     later : int, optional
         The largest number of steps between two samples from step ``30 * every`` on, a multiple of `every`; by default ``4 * every``.
+        From step ``300 * every`` on it is twice as many.
         It concerns what no other subscriber measures, and facts of the loop: most mistakes show in the first steps, and these
         statistics are most of the cost.
     loss_every : int, optional
@@ -571,7 +572,7 @@ def _without_muted(rules: Iterable[Rule], mute: Iterable[str]) -> tuple[list[Rul
 
 
 def _checked_later(every: int, later: int | None) -> int:
-    """Return the number of steps between two samples from step ``30 * every`` on."""
+    """Return the number of steps between two samples from step ``30 * every`` on; from step ``300 * every`` on it doubles."""
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ConfigError(f"every must be an int >= 1, got {every!r}")
     later = 4 * every if later is None else later
@@ -590,12 +591,13 @@ def _checked_loss_every(every: int, loss_every: int | None) -> int:
 
 
 def _thinned(subscription: Subscription, every: int, later: int) -> Subscription:
-    """Return a subscription whose samples are at most `later` steps apart from step ``30 * every`` on.
+    """Return a subscription whose samples are at most `later` steps apart from step ``30 * every`` on, later twice as many.
 
     A rule that needs several samples in a row is late by a multiple of this distance,
     so what is sampled more rarely than `every` from the beginning is thinned less.
     """
-    return subscription.thinned(30 * every, max(later // subscription.subsample, 1))
+    factors = [max(times * later // subscription.subsample, 1) for times in (1, 2)]
+    return subscription.thinned((30 * every, factors[0]), (300 * every, factors[1]))
 
 
 def _register_needs(

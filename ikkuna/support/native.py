@@ -1,11 +1,12 @@
 """The library's C++ sources as shared libraries: compiled when the package is built, or when they are first needed.
 
-What a process has compiled is kept for the next one, and so is a failure of the compiler.
+What a process has compiled is kept for the next one, and so is a failure of the compiler.  One process compiles while others wait for it.
 """
 
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import itertools
 import os
@@ -18,7 +19,7 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -78,6 +79,8 @@ class Compiler:
     ----------
     command : list of str
         The program and its arguments.
+    seconds : float
+        How long it may run.
 
     Raises
     ------
@@ -87,7 +90,7 @@ class Compiler:
 
     def __init__(self, seconds: float = 60.0, *flags: str) -> None:
         self.command = _find()
-        self._seconds = seconds
+        self.seconds = seconds
         self._flags = flags or _FLAGS
 
     def identity(self) -> bytes:
@@ -102,7 +105,7 @@ class Compiler:
                 parts += [os.path.realpath(found), str(status.st_size), str(status.st_mtime_ns)]
         return "\0".join(parts).encode(errors="surrogateescape")
 
-    def build(self, source: bytes, parent: Path) -> bytes:
+    def build(self, source: bytes, parent: Path, kept: Sequence[int] = ()) -> bytes:
         """Compile for any processor of this kind; return the library.
 
         Parameters
@@ -111,6 +114,8 @@ class Compiler:
             The program.
         parent : Path
             Where the compiler works, in a new directory that only this user can change.
+        kept : sequence of int
+            Descriptors that stay open while the compiler runs, which may be longer than this process does.
 
         Raises
         ------
@@ -119,13 +124,15 @@ class Compiler:
         OSError
             If there is no such place, or the compiler cannot be run.
         """
-        deadline = time.monotonic() + self._seconds
+        deadline = time.monotonic() + self.seconds
         parent = safe_directory(parent)
         _remove_old(parent)
         with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent, ignore_cleanup_errors=True) as directory:
             read, made = Path(directory) / "kernels.cpp", Path(directory) / "kernels.so"
             read.write_bytes(source)
-            status, message = _run([*self.command, *self._flags, "-o", str(made), str(read)], deadline, Path(directory))
+            status, message = _run(
+                [*self.command, *self._flags, "-o", str(made), str(read)], deadline, Path(directory), kept
+            )
             if status == 0:
                 return self._result(made)
         raise CompilerError(f"{self} failed: {message if status >= 0 else f'ended by signal {-status}'}")
@@ -165,7 +172,7 @@ def _find() -> list[str]:
     raise RuntimeError(f"no C++ compiler was found as {wanted!r}")
 
 
-def _run(arguments: list[str], deadline: float, directory: Path) -> tuple[int, str]:
+def _run(arguments: list[str], deadline: float, directory: Path, kept: Sequence[int]) -> tuple[int, str]:
     """Return the exit status of a command, and the first line of its output."""
     # output goes to a file, since a process that the compiler started can keep a pipe open;
     # its own temporary files are in the directory too, because others may be able to write to $TMPDIR
@@ -176,6 +183,7 @@ def _run(arguments: list[str], deadline: float, directory: Path) -> tuple[int, s
             stdout=output,
             stderr=output,
             start_new_session=True,
+            pass_fds=kept,
             env={**os.environ, "TMPDIR": str(directory)},
         )
         end = partial(_end, process)
@@ -209,6 +217,7 @@ def _first_line(output: IO[bytes]) -> str:
 _DIGEST = hashlib.sha256().digest_size
 _REASON_BYTES = 1000
 _FAILURE_SECONDS = 3600.0
+_LOOK_SECONDS = 0.1
 
 
 class LibraryCache:
@@ -233,6 +242,32 @@ class LibraryCache:
                 log.info(
                     "the native kernels are compiled for each process, because their cache cannot be used: %s", error
                 )
+
+    @contextlib.contextmanager
+    def locked(self, name: str, seconds: float) -> Iterator[Sequence[int]]:
+        """Wait until no other process makes the library of this name, but not longer than some seconds.
+
+        A compiler takes a processor and a gigabyte, and many processes may begin at once.
+
+        Yields
+        ------
+        list of int
+            The descriptor of the lock, if there is one; a compiler that has it too holds the lock when this process is killed.
+        """
+        held, deadline = list[int](), time.monotonic() + seconds
+        with contextlib.suppress(OSError):  # a disk that is full or read-only, or a file system without locks
+            if self.directory is not None:
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                held.append(os.open(self.directory / f"{name}.lock", flags, 0o600))
+                while not _has_locked(held[0]) and time.monotonic() < deadline:
+                    time.sleep(_LOOK_SECONDS)
+        try:
+            yield held
+        finally:
+            for descriptor in held:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a fork may have the descriptor too
+                os.close(descriptor)
 
     def load(self, name: str) -> bytes | None:
         """Return the library of this name; ``None`` if there is none that is whole and private."""
@@ -272,6 +307,15 @@ class LibraryCache:
         if self.directory is not None:
             with contextlib.suppress(OSError):  # the disk is full or read-only, for example
                 write_private_file(self.directory / name, content)
+
+
+def _has_locked(descriptor: int) -> bool:
+    """Lock a file; return ``False`` if another process has."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _digest(name: str, library: bytes) -> bytes:
@@ -389,7 +433,7 @@ def build_library(source: bytes, make: Callable[[ctypes.CDLL], Made], compiler: 
     A compiled library is stored in ``$XDG_CACHE_HOME/ikkuna`` or ``~/.cache/ikkuna``, under a name that depends on source and compiler.
     It is used only if no other user could have written it and its checksum is right; otherwise it is compiled again.
     If the directory cannot be used, it is compiled for this process alone.
-    A compiler that fails, or that runs for more than 60 seconds, is tried again after an hour.
+    A compiler that fails, or that runs for more than 60 seconds, is tried again after an hour.  Of several processes one compiles.
 
     Parameters
     ----------
@@ -411,17 +455,18 @@ def build_library(source: bytes, make: Callable[[ctypes.CDLL], Made], compiler: 
         with contextlib.suppress(OSError, RuntimeError):  # it is not there, damaged, or for another system
             return make(load_from_memory(_shipped(source).read_bytes()))
         compiler = Compiler()
-    if (stored := stored_library(source, make, compiler)) is not None:
-        return stored
     name, cached = _name(compiler, source), LibraryCache(_cache_directory())
-    try:
-        library = _build(compiler, source, cached.directory)
-        made = make(_load(library))
-    except RuntimeError as error:
-        if not isinstance(error, CompilerError) or error.will_recur:
-            cached.store_failure(name, str(error))
-        raise
-    cached.store(name, library)
+    with cached.locked(name, compiler.seconds) as lock:
+        if (stored := stored_library(source, make, compiler)) is not None:
+            return stored
+        try:
+            library = _build(compiler, source, cached.directory, lock)
+            made = make(_load(library))
+        except RuntimeError as error:
+            if not isinstance(error, CompilerError) or error.will_recur:
+                cached.store_failure(name, str(error))
+            raise
+        cached.store(name, library)
     return made
 
 
@@ -441,13 +486,13 @@ def _load(library: bytes) -> ctypes.CDLL:
         raise CompilerError(f"the compiled library cannot be loaded: {error}") from error
 
 
-def _build(compiler: Compiler, source: bytes, directory: Path | None) -> bytes:
+def _build(compiler: Compiler, source: bytes, directory: Path | None, lock: Sequence[int]) -> bytes:
     try:
-        return compiler.build(source, Path(tempfile.gettempdir()))
+        return compiler.build(source, Path(tempfile.gettempdir()), lock)
     except OSError:  # there is no place for temporary files, or others can change it
         if directory is None:
             raise
-        return compiler.build(source, directory)
+        return compiler.build(source, directory, lock)
 
 
 def _cache_directory() -> Path | None:

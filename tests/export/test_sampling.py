@@ -187,10 +187,10 @@ def test_a_plan_has_the_subscribers_that_sample_its_step():
         NormSubscriber("weights", tag="testing"),
         NormSubscriber("weights", schedule=lambda step: step % 5 == 2),
     ]
-    asked[1].subscription = asked[1].subscription.thinned(20, 4)
+    asked[1].subscription = asked[1].subscription.thinned((20, 4), (60, 8))
     registered, demand = tuple(map(Registered, asked)), Demand(bus := MessageBus())
     bus.registered = registered
-    for step in range(60):
+    for step in range(120):
         registered[0].disabled = 40 <= step < 50
         for stamp in (Stamp(step, step, 0), Stamp(step, step, 0, "testing")):
             expected = tuple(each for each in registered if each.samples(stamp))

@@ -11,7 +11,9 @@ import shutil
 import socket
 import stat
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -529,7 +531,46 @@ def test_a_library_is_built_once_and_found_again(world):
     assert world.runs == 1
     assert stat.S_IMODE(world.cache.stat().st_mode) == 0o700
     assert list(world.temp.iterdir()) == []
-    assert len(list(world.cache.iterdir())) == 1
+    assert {path.suffix for path in world.cache.iterdir()} == {".library", ".lock"}
+
+
+PROCESS = "from ikkuna.support.native import Compiler, build_library; build_library(b'int x;', str, Compiler())"
+
+
+def test_one_of_many_processes_compiles(world):
+    world.compile_with(f"sleep 2; cp {world.kernels} $out")
+    processes = [subprocess.Popen([sys.executable, "-c", PROCESS]) for _ in range(4)]
+    for process in processes:
+        assert process.wait(300) == 0
+    assert world.runs == 1
+
+
+def test_the_compiler_of_a_process_that_was_killed_is_waited_for(world):
+    world.compile_with(f"touch {world.root}/begun; sleep 3; touch {world.root}/ended; cp {world.kernels} $out")
+    killed = subprocess.Popen([sys.executable, "-c", PROCESS])
+    while not (world.root / "begun").exists():
+        time.sleep(0.05)
+    killed.kill()
+    killed.wait()
+    with LibraryCache(world.cache).locked(next(world.cache.glob("*.lock")).stem, 60):
+        assert (world.root / "ended").exists()
+
+
+@pytest.mark.parametrize("end", [0, 1], ids=["waits", "does not wait for ever"])
+def test_a_process_that_compiles_is_waited_for(world, end):
+    cache, seen = LibraryCache(world.cache), []
+
+    def waits():
+        with cache.locked("a", 0.3 if end else 60):
+            seen.append(0)
+
+    with cache.locked("a", 60):
+        waiting = threading.Thread(target=waits)
+        waiting.start()
+        waiting.join(1.5)
+        assert len(seen) == end
+    waiting.join(60)
+    assert seen == [0]
 
 
 def test_a_sticky_directory_of_root_may_be_a_parent(world):
@@ -545,7 +586,7 @@ def test_the_library_is_stored_for_this_process_alone_if_the_disk_is_full(world,
 
     monkeypatch.setattr("ikkuna.support.native.write_private_file", full)
     assert world.library() is not None
-    assert list(world.cache.iterdir()) == []
+    assert {path.suffix for path in world.cache.iterdir()} <= {".lock"}
 
 
 def test_a_failed_write_leaves_no_file(world, monkeypatch):
@@ -554,7 +595,7 @@ def test_a_failed_write_leaves_no_file(world, monkeypatch):
 
     monkeypatch.setattr(os, "replace", broken)
     assert world.library() is not None
-    assert list(world.cache.iterdir()) == []
+    assert {path.suffix for path in world.cache.iterdir()} <= {".lock"}
 
 
 @pytest.mark.parametrize("way", ["missing", "refused", "not executable"])

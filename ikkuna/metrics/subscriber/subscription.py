@@ -154,7 +154,7 @@ class Subscription:
     first: int
     schedule: Schedule | None
     matches: Callable[[str], bool]
-    thinning: tuple[int, int]
+    thinning: tuple[tuple[int, int], ...]
     is_joined: ClassVar[bool] = False
 
     def __init__(
@@ -179,7 +179,7 @@ class Subscription:
         if self.is_joined and len(names) < 2:
             raise ConfigError(f"join=True needs at least 2 kinds, got 1: {names[0]!r}")
         values: dict[str, Any] = {"kinds": names, "tag": tag, "subsample": subsample, "modules": modules}
-        values |= {"start": start, "stop": stop, "first": first, "schedule": schedule, "thinning": (0, 1)}
+        values |= {"start": start, "stop": stop, "first": first, "schedule": schedule, "thinning": ()}
         for name, value in (values | {"matches": _matcher(modules)}).items():
             object.__setattr__(self, name, value)
 
@@ -212,22 +212,26 @@ class Subscription:
 
     def steps_until_candidate(self, step: int) -> int:
         """Return the least number of training steps from `step` on before one that may be sampled, from step `first` on."""
-        begin, factor = self.thinning
-        return -step % (self.subsample if step < begin else self.subsample * factor)
+        distance = self.subsample
+        for begin, factor in self.thinning:
+            if step >= begin:
+                distance = self.subsample * factor
+        return -step % distance
 
-    def thinned(self, begin: int, factor: int) -> Self:
-        """Return a subscription that takes only every `factor`-th sample from step `begin` on.
+    def thinned(self, *stages: tuple[int, int]) -> Self:
+        """Return a subscription that takes only every n-th sample from a step on, for each ``(step, n)`` in their order.
 
         Examples
         --------
-        >>> thinned = Subscription("weights", subsample=10).thinned(100, 4)
-        >>> [step for step in range(200) if thinned.samples(Stamp(step, step, 1))]
-        [0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 120, 160]
+        >>> thinned = Subscription("weights", subsample=10).thinned((50, 4), (150, 8))
+        >>> [step for step in range(400) if thinned.samples(Stamp(step, step, 1))]
+        [0, 10, 20, 30, 40, 80, 120, 160, 240, 320]
         """
-        if begin < 0 or factor < 1:
-            raise ConfigError(f"thinned needs begin >= 0 and factor >= 1, got {begin!r} and {factor!r}")
+        begins = [begin for begin, _ in stages]
+        if begins != sorted(begins) or any(begin < 0 or factor < 1 for begin, factor in stages):
+            raise ConfigError(f"thinned needs rising steps >= 0 with factors >= 1, got {stages!r}")
         thinned = copy.copy(self)
-        object.__setattr__(thinned, "thinning", (begin, factor))
+        object.__setattr__(thinned, "thinning", stages)
         return thinned
 
     def takes(self, message: Message) -> bool:

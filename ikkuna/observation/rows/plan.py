@@ -290,7 +290,7 @@ class Demand:
         self._varying = False
         self._regular_from: float = 0
         self._irregular: list[Registered] = []
-        self._rhythms: tuple[tuple[int, int, int], ...] = ()
+        self._rhythms: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
         self._sampling: dict[tuple[bool, ...], tuple[Registered, ...]] = {}
 
     def steps_until_sample(self, step: int) -> float:
@@ -310,7 +310,7 @@ class Demand:
             self._varying = any(s.varies for s in subscriptions)
             self._regular_from = max((s.regular_from for s in subscriptions if s.regular_from < math.inf), default=0)
             self._irregular = [s for s in subscriptions if s.regular_from == math.inf]
-            self._rhythms = tuple({(s.subscription.subsample, *s.subscription.thinning) for s in subscriptions})
+            self._rhythms = tuple({(s.subscription.subsample, s.subscription.thinning) for s in subscriptions})
             self._sampling.clear()
         if (
             self._last is not None and self._last[0] == stamp and self._last[0].completes == stamp.completes
@@ -343,8 +343,10 @@ class Demand:
         bits: list[bool] = [*map(_DISABLED, self._known)]
         for registered in self._irregular:
             bits.append(registered.samples(stamp))
-        for subsample, begin, factor in self._rhythms:
-            bits += step < begin, not step % subsample, not step % (subsample * factor)
+        for subsample, stages in self._rhythms:
+            bits.append(not step % subsample)
+            for begin, factor in stages:
+                bits += step < begin, not step % (subsample * factor)
         key = tuple(bits)
         if (found := self._sampling.get(key)) is None:
             if len(self._sampling) >= _MOST_KEPT:
