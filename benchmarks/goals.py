@@ -300,8 +300,8 @@ def judging() -> Found:
     """Measure what it costs to judge the loss of a step of an MLP, of at least 25 ms, and what all judging costs.
 
     The goals are for such a step; the batch is made larger where one of 128 rows takes less.
-    The steps are those from step 3,200 on.  The first goal is that of a step between two that are sampled.  All judging has the gradients, NaN and Inf, the flight
-    recorder and what is delivered, and is a mean over all steps.
+    The steps are those from step 3,200 on.  The first goal is that of a step between two that are sampled.  All judging has the
+    gradients, NaN and Inf, the flight recorder and what is delivered, and is a mean over all steps.
     """
     found: Found = {}
     idle = [i for i in range(rules.PERIOD) if i % 10]

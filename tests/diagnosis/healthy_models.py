@@ -292,6 +292,20 @@ def language_model_with_flat_output():
 
 
 @case
+def language_model_that_keeps_its_state():
+    class Stateful(LanguageModel):
+        state = None
+
+        def forward(self, x):
+            out, state = self.rnn(self.embedding(x), self.state)
+            self.state = tuple(part.detach() for part in state)
+            return self.head(out).flatten(0, 1)
+
+    x = torch.randint(50, (8, 13))
+    return Stateful(), (x[:, :-1], x[:, 1:].flatten()), nn.CrossEntropyLoss()
+
+
+@case
 def language_model_with_classes_second():
     x = torch.randint(50, (8, 13))
     return LanguageModel(classes_second=True), (x[:, :-1], x[:, 1:]), nn.CrossEntropyLoss()

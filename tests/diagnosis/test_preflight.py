@@ -754,7 +754,15 @@ FACTS = {  # true, and no mistake: findings of the severity "info"
     "pegasus": ["frozen_in_optimizer"],
     "wav2vec2_ctc": ["loss_scale"],
 }
-QUICK = ["mlp", "plain_conv_net", "resnet_small", "lstm", "rnn_with_time_first", "transformer_language_model"]
+QUICK = [
+    "mlp",
+    "plain_conv_net",
+    "resnet_small",
+    "lstm",
+    "rnn_with_time_first",
+    "transformer_language_model",
+    "language_model_that_keeps_its_state",
+]
 QUICK_TRANSFORMERS = ["bert_masked", "gpt2", "t5"]
 
 

@@ -65,6 +65,7 @@ def batch_leak(trial: Trial) -> Iterator[Finding]:
     leak, moved = (_least_change(trial, change) for change in (_change_by_others, _change_by_order))
     if not leak and not moved:
         return
+    require_no_state(trial)
     if _keeps_graph(trial):
         raise CannotJudgeError("the model keeps a graph, which connects the samples on purpose")
     if leak:
@@ -285,12 +286,26 @@ def relative_change(a: Tensor, b: Tensor, scale_of: Tensor) -> float:
     return difference / scale if difference > _EPSILONS * torch.finfo(a.dtype).eps * scale else 0.0
 
 
+def require_no_state(trial: Trial) -> None:
+    """Raise if the output for the same batch changes with the passes before, as that of a network that keeps its recurrent state.
+
+    Raises
+    ------
+    CannotJudgeError
+        If it does: then another output for another batch shows nothing.
+    """
+    before, after = trial.evaluated, trial.evaluate(trial.batch).output
+    if before.shape != after.shape or relative_change(before, after, before):
+        raise CannotJudgeError("the model keeps a state from one forward to the next")
+
+
 def inplace_changes_output(trial: Trial) -> Iterator[Finding]:
     """Find an operation in place that changes what another part of the model uses, such as a residual."""
     inplace = {module: name for module, name in trial.names.items() if getattr(module, "inplace", False) is True}
     if not inplace or trial.evaluation.draws:
         return
     if change := _change_without(trial, inplace):
+        require_no_state(trial)
         names = [name for module, name in inplace.items() if len(inplace) <= _MOST and _change_without(trial, [module])]
         yield INPLACE_CHANGES_OUTPUT.found(change, names[0] if names else None, modules=tuple(names))
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ikkuna.diagnosis.mistakes import LABEL_OFFSET, ONE_INDEX, PADDING_CHANGES_OUTPUT, PADDING_INSIDE, TIME_LEAK
 from ikkuna.diagnosis.preflight_checks.batch import Batch, is_shifted
-from ikkuna.diagnosis.preflight_checks.dependence import changing_module, relative_change
+from ikkuna.diagnosis.preflight_checks.dependence import changing_module, relative_change, require_no_state
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.trial import Trial
 from ikkuna.store.finding import Finding
@@ -19,6 +19,7 @@ def time_leak(trial: Trial) -> Iterator[Finding]:
     """Find a model of sequences whose output at a position changes with later inputs, which are its labels."""
     tokens, axis = _sequence(trial)
     if difference := _change_by_later(trial, tokens, axis):
+        require_no_state(trial)
         start = tokens.shape[axis] // 2
 
         def earlier(tensor: Tensor) -> Tensor | None:
@@ -197,6 +198,7 @@ def padding_changes_output(trial: Trial) -> Iterator[Finding]:
         raise CannotJudgeError("the output has another shape with more padding")
     chosen = mask if mask is not None and before.shape[:2] == tokens.shape else is_padded
     if change := relative_change(before[chosen], after[chosen], before):
+        require_no_state(trial)
         yield PADDING_CHANGES_OUTPUT.found(change)
 
 
