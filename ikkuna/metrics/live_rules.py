@@ -14,7 +14,7 @@ from ikkuna.diagnosis import Finding, Findings, Judge, Network, Rule, get_rules
 from ikkuna.diagnosis.findings import STYLES, is_muted
 from ikkuna.diagnosis.history import GRADIENTS
 from ikkuna.diagnosis.judge import LOSS_BETWEEN
-from ikkuna.diagnosis.mistakes import ENDED_BY_EXCEPTION, EXPLAINS, UNBOUNDED_LOSS, WRONG_OPTIMUM
+from ikkuna.diagnosis.mistakes import ENDED_BY_EXCEPTION, EXPLAINS
 from ikkuna.diagnosis.recorded_preflight import RecordedPreflight
 from ikkuna.diagnosis.stored_findings import event_text
 from ikkuna.diagnosis.stored_judgement import JudgedStep, JudgementBackend
@@ -406,9 +406,7 @@ class RuleSubscriber(Subscriber):
         """Return the findings of the first call of the loss, once."""
         if self.preflight is None:
             return []
-        is_maximised = self.judge.history.is_maximised
-        found = [each for each in self.preflight.findings() if not (is_maximised and each.rule in _OF_MINIMA)]
-        heard = [finding for finding in found if not is_muted(finding, self._mute)]
+        heard = [finding for finding in self.preflight.findings() if not is_muted(finding, self._mute)]
         return [added for finding in heard if (added := self.judge.add_finding(finding, step)) is not None]
 
     def _store_steps(self, stamp: Stamp) -> None:
@@ -449,10 +447,6 @@ class RuleSubscriber(Subscriber):
 def _group_name(key: str, keys: tuple[str, ...]) -> str:
     """Return the name of the series of a parameter group; empty for the only one without a name."""
     return "" if keys == ("0",) else f"group {key}" if key.isdigit() else key
-
-
-_OF_MINIMA = (UNBOUNDED_LOSS.name, WRONG_OPTIMUM.name)
-"""The mistakes of a loss that is minimised."""
 
 
 def _writes_files(backend: "str | Backend") -> bool:
