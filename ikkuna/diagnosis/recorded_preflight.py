@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as _of_modules
 
 from ikkuna.diagnosis.objective.recorded import RecordedObjective
 from ikkuna.diagnosis.preflight_checks.batch import Batch, tensors_of
@@ -29,7 +28,7 @@ from ikkuna.store.finding import Finding
 from ikkuna.support.failures import error_text, log, switched
 from ikkuna.support.saved_losses import SavedLoss
 from ikkuna.support.threads import run_apart
-from ikkuna.support.torch_internals import pytree
+from ikkuna.support.torch_internals import has_global_hooks, pytree
 from ikkuna.support.undisturbed import gradients, undisturbed
 
 _CHECKS: dict[Check, str] = {
@@ -176,7 +175,7 @@ def _refusal(loss: Callable[..., Any], given: list[Tensor]) -> str:
         "outputs and labels are on an accelerator": any(not t.is_cpu for t in given),
         f"outputs and labels have more than {_MOST_ELEMENTS:,} elements": sum(t.numel() for t in given)
         > _MOST_ELEMENTS,
-        "hooks of all modules are registered": _of_modules._has_any_global_hook(),
+        "hooks of all modules are registered": has_global_hooks(),
         "the loss is compiled": any(getattr(loss, name, None) is not None for name in _COMPILED),
         "the loss is computed under autocast": torch.is_autocast_enabled("cpu"),
     }

@@ -24,13 +24,13 @@ from ikkuna.observation.hooks.hook import is_traced
 from ikkuna.observation.hooks.hook_set import HookSet
 from ikkuna.observation.hooks.loss import LossHooks, is_one_number, needs_outputs
 from ikkuna.observation.hooks.loss_owner import is_computed_in
-from ikkuna.observation.hooks.optimizers import OptimizerHooks, add_rates, own_hooks
+from ikkuna.observation.hooks.optimizers import OptimizerHooks, add_rates
 from ikkuna.observation.logged_values import LoggedValues
 from ikkuna.observation.rows.plan import NOTHING, Plan
 from ikkuna.observation.steps.forwards import Forward
 from ikkuna.observation.steps.step_tracker import StepTracker
 from ikkuna.store.run_directory import ControlFile
-from ikkuna.support.torch_internals import graph_task, memory_of, sequence_number
+from ikkuna.support.torch_internals import graph_task, memory_of, own_hooks, sequence_number
 
 _OFF, _NOTHING, _CALLED, _RETURNED, _COMPUTING, _STEPPING = range(-1, 5)
 """The events of the open step so far; a step of which nothing is wanted has no `_COMPUTING`.  `_OFF` while steps are not counted here."""
