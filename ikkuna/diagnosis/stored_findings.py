@@ -120,7 +120,7 @@ def _folded(events: Iterable[dict[str, Any]]) -> Findings:
 
 
 def _read(entry: object, fields: Mapping[str, _Read]) -> dict[str, Any]:
-    """Return the known fields of an entry; raise `ValueError` if one has a wrong type: the file may be made to harm its reader."""
+    """Return the known fields of an entry, which may be made to harm its reader; raise `ValueError` if one has a wrong type."""
     return {name: fields[name](value) for name, value in _mapping(entry).items() if name in fields}
 
 

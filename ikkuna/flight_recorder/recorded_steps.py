@@ -14,10 +14,10 @@ from ikkuna.diagnosis.rule import Rule
 from ikkuna.flight_recorder.batch_rows import BatchRows, losses_of_rows
 from ikkuna.flight_recorder.capture import CapturedStep, StepCapture
 from ikkuna.flight_recorder.options import MemoryBudget, RecorderOptions
+from ikkuna.metrics.messages.batch import StepLosses
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
 from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
-from ikkuna.metrics.subscriber.base import StepLosses
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, Values
 from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.rows.plan import Plan

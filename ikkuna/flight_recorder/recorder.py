@@ -22,10 +22,11 @@ from ikkuna.flight_recorder.options import MemoryBudget, RecorderOptions
 from ikkuna.flight_recorder.recorded_steps import RecordedSteps, measured_columns, names_of, rule_facts, worst_row
 from ikkuna.metrics.bus.bus import Handle, MessageBus
 from ikkuna.metrics.bus.delivery import StepObserver
+from ikkuna.metrics.messages.batch import StepLosses
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS
 from ikkuna.metrics.messages.message import Message, NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
-from ikkuna.metrics.subscriber.base import StepLosses, Subscriber
+from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.numerics.spike_score import LIMIT, SpikeScore
 from ikkuna.numerics.statistics import FIELDS
 from ikkuna.numerics.statistics.record import HISTOGRAMS

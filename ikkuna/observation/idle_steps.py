@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from ikkuna.backends.run import Run
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.bus.delivery import Losses
+from ikkuna.metrics.messages.batch import StepLosses
 from ikkuna.metrics.messages.stamp import Stamp
-from ikkuna.metrics.subscriber.base import StepLosses
 from ikkuna.numerics.statistics.native.hook_functions import MOST_LOSSES
 from ikkuna.observation.hooks.call_stack import SEES_BACKWARD
 from ikkuna.observation.hooks.context import HookContext, running_steps

@@ -16,15 +16,15 @@ from torch.overrides import TorchFunctionMode
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage, NetworkMessage
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
+from ikkuna.numerics.attention import AttentionRow, attention_means, attention_row, scores_row
 from ikkuna.numerics.elements import has_numbers
-from ikkuna.numerics.layers import AttentionRow, attention_means, attention_row, scores_row
 from ikkuna.support.modules import class_name, named_modules
 from ikkuna.support.undisturbed import gradients, switched
 from ikkuna_subscribers._helpers import ProbeSubscriber, require_integers
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of `ikkuna.numerics.layers.attention_row` for one call of an attention."""
+    """The arguments of `ikkuna.numerics.attention.attention_row` for one call of an attention."""
 
     query: Tensor
     key: Tensor

@@ -24,8 +24,8 @@ from ikkuna.diagnosis.mistakes import EXPLAINS, LOSS_FLOOR, UNBOUNDED_LOSS
 from ikkuna.diagnosis.stored_values import RuleValuesFormat, ValueGroup
 from ikkuna.errors import ConfigError, ConfigTypeError, PluginError
 from ikkuna.metrics.live_rules import RuleSubscriber
+from ikkuna.metrics.messages.batch import StepLosses
 from ikkuna.metrics.messages.stamp import Stamp
-from ikkuna.metrics.subscriber.base import StepLosses
 from ikkuna.store import read_run
 from ikkuna.store.names import SeriesGroup
 from ikkuna.store.values import ModuleEntry

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import ikkuna
 from ikkuna.diagnosis import recorded_preflight
-from ikkuna.diagnosis.preflight_checks.pure_losses import why_impure
+from ikkuna.diagnosis.recorded_preflight import why_impure
 from ikkuna.diagnosis.stored_findings import read_findings
 from ikkuna.errors import ConfigError
 

@@ -13,12 +13,12 @@ from ikkuna.metrics.messages.message import Message, MessageBundle, NetworkMessa
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.metrics.subscriber.registered import Registered
-from ikkuna.metrics.subscriber.state import DeferredRow
+from ikkuna.metrics.subscriber.state import DeferredRow, copied_row
 from ikkuna.numerics.elements import dequantized, has_float64, has_numbers, is_special
 from ikkuna.numerics.statistics.host import HostStatistics
 from ikkuna.numerics.statistics.native import Library, library
 from ikkuna.observation.rows.plan import NOTHING, Key, Plan, RowIndex, Selections, Site, Task
-from ikkuna.observation.rows.rows import Part, PartPool, Rows, copied_row
+from ikkuna.observation.rows.rows import Part, PartPool, Rows
 from ikkuna.support.failures import log, raise_users_exception, switched
 from ikkuna.support.undisturbed import gradients
 
