@@ -19,18 +19,25 @@ file, as in ``values.*.jsonl``.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ikkuna.diagnosis.findings import Findings
-from ikkuna.store.finding import Finding
+from ikkuna.store.checks import MAX_INT, integer, known_fields, list_of, map_of, none, one_of, text
+from ikkuna.store.finding import FIELDS, Finding, finding_of
 from ikkuna.store.json_lines import parse_line, replaced_ends
 from ikkuna.store.run_directory import CONTROL_FILE, SamplingRequest
 from ikkuna.support.failures import suppressed
 
-_Read = Callable[[Any], Any]
+_STEP = integer(-MAX_INT)
+_CHANGING = {name: FIELDS[name] for name in ("severity", "modules", "consequences", "ended", "against", "again")}
+_JUDGED = {
+    **dict.fromkeys(("judged", "mute"), list_of(text)),
+    **dict.fromkeys(("skipped", "needed"), one_of(none, map_of(text))),
+    "note": text,
+}
 
 
 def changes(before: Mapping[str, Finding], after: Mapping[str, Finding]) -> Iterator[dict[str, Any]]:
@@ -87,7 +94,7 @@ def read_findings(directory: Path) -> Findings | None:
         for line in content.splitlines():
             with suppressed(ValueError, KeyError):
                 event = parse_line(line) or {}
-                step = _whole(event["step"])
+                step = _STEP(event["step"], "the step")
                 if event["event"] == "resumed":
                     events = [earlier for earlier in events if earlier[0] < step]
                 else:
@@ -105,82 +112,15 @@ def _folded(events: Iterable[dict[str, Any]]) -> Findings:
     for event in events:
         with suppressed(ValueError, KeyError, TypeError):
             if event["event"] == "opened":
-                finding = Finding(**_read(event["finding"], _FIELDS))
+                finding = finding_of(event["finding"])
                 found.setdefault(finding.rule, finding)
             elif event["event"] == "judged":
-                judged = _read(event, _JUDGED)
+                judged = known_fields(event, "an event", _JUDGED)
             elif event["event"] == "explained":
                 del found[event["rule"]]
             else:
-                found[event["rule"]] = replace(found[event["rule"]], **_read(event, _CHANGING))
+                found[event["rule"]] = replace(found[event["rule"]], **known_fields(event, "an event", _CHANGING))
     muted = frozenset(judged.pop("mute", ()))
     findings = Findings(found.values(), **judged)
     findings.muted = muted
     return findings
-
-
-def _read(entry: object, fields: Mapping[str, _Read]) -> dict[str, Any]:
-    """Return the known fields of an entry, which may be made to harm its reader; raise `ValueError` if one has a wrong type."""
-    return {name: fields[name](value) for name, value in _mapping(entry).items() if name in fields}
-
-
-def _checked(is_right: Callable[[Any], bool]) -> _Read:
-    def read(value: Any) -> Any:
-        if not is_right(value):
-            raise ValueError(f"unexpected {value!r}")
-        return value
-
-    return read
-
-
-_text = _checked(lambda value: isinstance(value, str))
-_whole = _checked(lambda value: type(value) is int and abs(value) < 1 << 63)
-_list = _checked(lambda value: isinstance(value, list | tuple))
-_mapping = _checked(lambda value: isinstance(value, Mapping))
-
-
-def _number(value: object) -> float:
-    """Return a number; JSON has no NaN and no infinities, so these are texts."""
-    return float(value if isinstance(value, float) or value in ("NaN", "Infinity", "-Infinity") else _whole(value))
-
-
-def _place(value: object) -> Any:
-    return value if isinstance(value, str) else _whole(value)
-
-
-def _texts_by_text(value: object) -> dict[str, str]:
-    return {name: _text(text) for name, text in _mapping(value or {}).items()}
-
-
-def _or_none(read: _Read) -> _Read:
-    return lambda value: None if value is None else read(value)
-
-
-def _list_of(read: _Read) -> _Read:
-    return lambda value: tuple(map(read, _list(value)))
-
-
-def _pair_of(*reads: _Read) -> _Read:
-    return lambda value: tuple(read(item) for read, item in zip(reads, _list(value), strict=True))
-
-
-_FIELDS: dict[str, _Read] = {
-    **dict.fromkeys(("rule", "severity", "message", "advice", "class_name", "source"), _text),
-    **dict.fromkeys(("module", "kind"), _or_none(_text)),
-    **dict.fromkeys(("step", "ended"), _or_none(_whole)),
-    **dict.fromkeys(("modules", "consequences", "against"), _list_of(_text)),
-    "again": _list_of(_whole),
-    "value": _or_none(_number),
-    "limits": _or_none(_pair_of(_number, _number)),
-    "evidence": _list_of(_pair_of(_place, _number)),
-    "version": _whole,
-}
-_CHANGING = {name: _FIELDS[name] for name in ("severity", "modules", "consequences", "ended", "against", "again")}
-_JUDGED: dict[str, _Read] = {
-    "judged": _list_of(_text),
-    "skipped": _texts_by_text,
-    "needed": _texts_by_text,
-    "note": _text,
-    "mute": _list_of(_text),
-}
-"""For each field the function that returns its value, and raises `ValueError` if its type is wrong."""
