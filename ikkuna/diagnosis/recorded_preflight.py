@@ -64,14 +64,13 @@ class RecordedPreflight:
 
     The checks call a copy of the loss with copies of outputs and labels, on a thread of their own, for which the caller waits: the modes
     and numbers of autograd, which belong to a thread, stay as they are.  They never call the model.
+    After 0.5 s of CPU time, or ten times as much wall time, no further call of the loss begins.
     A loss that could change something outside of it, such as a list or a model, is not called, see `why_impure`.
 
     Parameters
     ----------
     model : nn.Module, optional
         The model, held weakly.
-    seconds : float
-        The CPU time after which no further call of the loss begins; after ten times as much wall time none begins either.
 
     Attributes
     ----------
@@ -81,10 +80,9 @@ class RecordedPreflight:
         Reads what the first backward passes are called on.
     """
 
-    def __init__(self, model: nn.Module | None = None, seconds: float = _SECONDS) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
         self._model = weakref.ref(nn.Module() if model is None else model)
         self.objective = RecordedObjective(model)
-        self._seconds = seconds
         self._recorded: _Recorded | None = None
         self.reason = "the loss was not seen: pass it as watch(model, loss)"
 
@@ -131,7 +129,7 @@ class RecordedPreflight:
         if recorded is None:
             return found
         model = self._model()
-        trial = _RecordedTrial(nn.Module() if model is None else model, recorded, self._seconds)
+        trial = _RecordedTrial(nn.Module() if model is None else model, recorded)
 
         def judge() -> None:
             try:
@@ -160,7 +158,7 @@ class RecordedPreflight:
                 reasons.append(f"{name}: the check raised {error_text(error)}")
                 log.debug("the check %s failed", check.__name__, exc_info=True)
         if late:
-            reasons.append(f"the time of {self._seconds:g} s was over before {' and '.join(late)} had been tried")
+            reasons.append(f"the time of {_SECONDS:g} s was over before {' and '.join(late)} had been tried")
         self.reason = "; ".join(reasons)
 
     def _failed(self, error: Exception) -> None:
@@ -231,11 +229,11 @@ def _recorded(
 class _RecordedTrial(Trial):
     """A trial whose first step was recorded in training, and whose model is never called."""
 
-    def __init__(self, model: nn.Module, recorded: _Recorded, seconds: float) -> None:
+    def __init__(self, model: nn.Module, recorded: _Recorded) -> None:
         super().__init__(model, None, recorded.loss)
         self._recorded = recorded
         self._batch = None if recorded.labels is None else Batch(recorded.step.result, recorded.labels)
-        self._seconds, self._is_ended = seconds, False
+        self._is_ended = False
         self.first_step = recorded.step
         self.begin()
 
@@ -251,7 +249,7 @@ class _RecordedTrial(Trial):
     def is_over(self) -> bool:
         """Whether the time of the thread that has begun, which reads this, is over."""
         busy, passed = time.thread_time() - self._begin[0], time.monotonic() - self._begin[1]
-        return self._is_ended or busy >= self._seconds or passed >= _PATIENCE * self._seconds
+        return self._is_ended or busy >= _SECONDS or passed >= _PATIENCE * _SECONDS
 
     @cached_property
     def loss_calls(self) -> list[LossCall]:

@@ -322,7 +322,7 @@ class RecordedSteps:
     def add(self, rows: Rows, event: NetworkMessage) -> float | None:
         """Keep the rows of a step; return its loss, or ``None`` if it was not measured."""
         step, data = rows.stamp.global_step, event.data or {}
-        self.last, self._keys = rows.stamp, rows.keys
+        self.last, self._keys = rows.stamp, rows.index.keys
         loss = self._loss_of(rows)
         self._log.add(
             step,
@@ -341,7 +341,7 @@ class RecordedSteps:
         """Return the loss of a step; ``None`` if it was not measured."""
         row = self._loss_row
         if row is None:
-            row = self._loss_row = next((i for i, (site, _) in enumerate(rows.keys) if site.kind == "loss"), None)
+            row = self._loss_row = next((i for i, (site, _) in enumerate(rows.index.keys) if site.kind == "loss"), None)
         if row is None or row >= len(rows.values) or not rows.values[row, _N]:
             return None
         _, nans, infs = rows.values[row, :3].tolist()

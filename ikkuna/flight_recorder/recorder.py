@@ -241,7 +241,7 @@ class Burst:
                 self._left -= sum(array.nbytes for array in codes[row])
         self._left -= rows.values.nbytes
         self._kept.append((rows.stamp.global_step, rows.plan, rows.values, codes))
-        self._keys = rows.keys
+        self._keys = rows.index.keys
         if len(self._kept) >= self._steps or self._left <= rows.values.nbytes:
             self.end()
 
@@ -408,7 +408,7 @@ class FlightRecorder(StepObserver):
 
     def _note_nonfinite(self, bad: Iterable[int], rows: Rows) -> None:
         nans = rows.values[:, COLUMN["nans"]]
-        named = [str(rows.keys[row][0]) for row in bad if nans[row] or rows.keys[row][0].kind not in _QUIET]
+        named = [str(rows.index.keys[row][0]) for row in bad if nans[row] or rows.index.keys[row][0].kind not in _QUIET]
         if named:
             self._add_reason(f"NaN or Inf in {listed(named, 3)}", NOT_FINITE)
 

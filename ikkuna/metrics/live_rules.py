@@ -549,15 +549,15 @@ def _register_needs(
     return handles
 
 
-def _few(network: Network, share: float = 0.05, number: int = 4) -> list[str] | None:
+def _few(network: Network) -> list[str] | None:
     """Return the modules with the smallest weight matrices: the gradients of a few show whether they are carried over.
 
-    Together they have at most a `share` of all parameters or 65,536 elements, whichever is more, unless it is a single one.
+    They are up to four, with at most 5% of all parameters or 65,536 elements, whichever is more, unless it is a single one.
     """
     entries = [entry for entry in network.modules if any(len(shape or ()) > 1 for _, shape in entry.parameters)]
     entries.sort(key=lambda entry: entry.count)
-    limit, found, total = share * sum(entry.count for entry in network.modules), list[str](), 0
-    for entry in entries[:number]:
+    limit, found, total = 0.05 * sum(entry.count for entry in network.modules), list[str](), 0
+    for entry in entries[:4]:
         total += entry.count
         if found and total > max(limit, 65_536):
             break

@@ -318,7 +318,7 @@ class IdleSteps:
             losses.rates = self._rates
             self._steps, counted.count = self.steps, 0
             self._hooks.optimizers.table.step_ended(len(losses.losses))
-        self._logged.step_ends(counters.global_step - 1)
+        self._logged.step_ends(counters.next.global_step - 1)
         if counted.takes_losses:
             self._bus.queue.append(Losses(losses, self._plan.subscriptions))
             if observer is not None:

@@ -78,9 +78,9 @@ class ObjectiveGraph:
         return any(each in self.parameters for each in parameters)
 
 
-def nearest_parameters(node: Any, most: int = 200) -> Iterator[int]:
-    """Yield the ids of the leaves behind a node, the nearest first."""
-    for each in nodes_behind([node], most):
+def nearest_parameters(node: Any) -> Iterator[int]:
+    """Yield the ids of the leaves among the 200 nodes behind a node, the nearest first."""
+    for each in nodes_behind([node], 200):
         if (variable := getattr(each, "variable", None)) is not None:
             yield id(variable)
 

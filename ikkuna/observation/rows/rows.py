@@ -25,7 +25,7 @@ from ikkuna.numerics.statistics.float_code import half_size, merge_codes
 from ikkuna.numerics.statistics.host import HostStatistics
 from ikkuna.numerics.statistics.record import Records
 from ikkuna.numerics.statistics.table import COLUMN, Values, empty_rows, merge_rows, row_of
-from ikkuna.observation.rows.plan import Key, MeasuredRows, Plan, RowIndex, Selection, Selections, Site
+from ikkuna.observation.rows.plan import MeasuredRows, Plan, RowIndex, Selection, Selections, Site
 from ikkuna.support.device_thread import HostCopy, Pending, is_full, run_beside
 from ikkuna.support.failures import raise_users_exception
 
@@ -270,11 +270,6 @@ class Rows:
         self._is_finite = False
         self._tables: dict[Selection, Values] = {}
         self._batches: dict[tuple[Selection, frozenset[str], bool], MessageBatch] = {}
-
-    @property
-    def keys(self) -> Sequence[Key]:
-        """The site and path of each row."""
-        return self.index.keys
 
     # -- while the step is open -----------------------------------------------------------------------------------
 
@@ -582,7 +577,7 @@ class Rows:
 
     def fields(self, row: int) -> frozenset[str]:
         """Return the statistics that a row has."""
-        site = self.keys[row][0]
+        site = self.index.keys[row][0]
         task = self.plan.task(site.kind, site.module)
         return task.fields if task is not None else _NO_FIELDS
 
@@ -593,7 +588,7 @@ class Rows:
 
     def message(self, row: int, data: Any = None) -> Message:
         """Return the message of a row."""
-        site, path = self.keys[row]
+        site, path = self.index.keys[row]
         return site.message(self.stamp, path, data)
 
 
