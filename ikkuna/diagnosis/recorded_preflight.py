@@ -301,40 +301,10 @@ class _RecordedTrial(Trial):
 _PACKAGES = ("torch", "math")
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _BUILTINS = (
-    *(
-        "abs",
-        "all",
-        "any",
-        "bool",
-        "dict",
-        "divmod",
-        "enumerate",
-        "filter",
-        "float",
-        "getattr",
-        "hasattr",
-        "int",
-        "isinstance",
-    ),
-    *(
-        "len",
-        "list",
-        "map",
-        "max",
-        "min",
-        "pow",
-        "range",
-        "reversed",
-        "round",
-        "set",
-        "slice",
-        "sorted",
-        "str",
-        "sum",
-        "super",
-    ),
+    *("abs", "all", "any", "bool", "dict", "divmod", "enumerate", "filter", "float", "getattr", "hasattr", "int", "isinstance"),
+    *("len", "list", "map", "max", "min", "pow", "range", "reversed", "round", "set", "slice", "sorted", "str", "sum", "super"),
     *("tuple", "type", "zip", "Exception", "ValueError", "TypeError", "RuntimeError", "AssertionError"),
-)
+)  # fmt: skip
 _CHANGES = ("STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME")
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

@@ -222,12 +222,8 @@ def saves_tensors_elsewhere() -> bool:
     return top is not None and top(True) is not None
 
 
-def _ends_nowhere(node: Any) -> bool:
-    return False
-
-
 def nodes_behind(
-    first: Iterable[Any], most: float = math.inf, ends: Callable[[Any], bool] = _ends_nowhere
+    first: Iterable[Any], most: float = math.inf, ends: Callable[[Any], bool] = lambda node: False
 ) -> Iterator[Any]:
     """Yield nodes of a graph of autograd and those behind them, each once, the nearest first.
 

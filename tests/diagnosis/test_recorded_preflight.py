@@ -77,7 +77,7 @@ class Uncopyable(nn.CrossEntropyLoss):
 @pytest.fixture
 def patient(monkeypatch):
     """Let the checks take their time on a busy machine."""
-    monkeypatch.setattr(recorded_preflight.RecordedPreflight.__init__, "__defaults__", (None, 600.0))
+    monkeypatch.setattr(recorded_preflight, "_SECONDS", 600.0)
 
 
 def train(layers, loss, labels, path, steps=2, inputs=X, **options):

@@ -19,6 +19,7 @@ from ikkuna.observation.hooks.hook import Hook, Remove
 from ikkuna.observation.hooks.loss import LossHooks
 from ikkuna.observation.hooks.parameter_table import ParameterTable
 from ikkuna.observation.steps.step_tracker import State
+from ikkuna.printable import listed
 from ikkuna.store.finding import Finding
 from ikkuna.support.failures import log
 from ikkuna.support.modules import NamedParameter
@@ -350,7 +351,6 @@ def _has_no_rate(optimizer: Optimizer) -> bool:
 
 _PATIENCE = 100  # steps in which a layer that is used now and then has time to be used
 _FEW = 20  # a run that ends before that many steps says little about its layers
-_NAMED = 5
 
 
 _UNUSED = "check whether their module is called, and its output used and not detached; freeze parameters that are not meant to be used"
@@ -452,6 +452,4 @@ class UntrainedParameters:
 
 def _joined_names(parameters: Iterable[NamedParameter]) -> str:
     """Return the names of a few parameters, and the number of the others."""
-    names = [f"{named.name} ({'bias' if named.is_bias else 'weight'})" for named in parameters]
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    return listed([f"{named.name} ({'bias' if named.is_bias else 'weight'})" for named in parameters], 5)

@@ -32,10 +32,6 @@ _NO_MEMORY = "the device has no memory to measure it"
 _ListKey = tuple[torch.device, torch.dtype, frozenset[str]]
 
 
-def _never() -> bool:
-    return False
-
-
 class Recorder:
     """Measures tensors while a step is open.
 
@@ -66,7 +62,7 @@ class Recorder:
     """
 
     def __init__(
-        self, error_guard: ErrorGuard, native: bool = True, may_communicate: Callable[[], bool] = _never
+        self, error_guard: ErrorGuard, native: bool = True, may_communicate: Callable[[], bool] = lambda: False
     ) -> None:
         self.error_guard = error_guard
         self.kernels = library() if native else None
