@@ -152,7 +152,7 @@ class Training:
 
     def dump(self):
         """Return the dump of the last step, whether a finding names this step, and whether a dump was written by itself."""
-        last = self.exporter._session.context.tracker.counters.global_step - 1
+        last = self.exporter._session.context.tracker.counters.next.global_step - 1
         path = self.exporter.dump(timeout=300.0)
         self.exporter.close()
         own = [each for each in self.exporter.dumps if each != path and read_dump(each).step == last]

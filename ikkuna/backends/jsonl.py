@@ -9,7 +9,7 @@ import json
 import math
 from typing import Any
 
-from ikkuna.backends.file_backend import FileBackend
+from ikkuna.backends.backend import FileBackend
 from ikkuna.store.json_lines import LinesFormat
 from ikkuna.store.names import Series
 from ikkuna.store.values import LISTS, NUMBERS, Matrix

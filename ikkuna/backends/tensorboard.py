@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.backends.file_backend import FileBackend
+from ikkuna.backends.backend import FileBackend
 from ikkuna.backends.pictures.heatmap import Heatmap, HeatmapView, with_missing_rows
 from ikkuna.backends.pictures.redraw import Drawable, RedrawThread
 from ikkuna.store.event_format import (

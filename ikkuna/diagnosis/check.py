@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Iterable, Iterator
-from itertools import zip_longest
+from heapq import merge
+from itertools import chain, groupby, zip_longest
+from operator import attrgetter, itemgetter
 
 import numpy as np
 
@@ -82,32 +84,11 @@ def _judge_session(judge: Judge, steps: list[tuple[int, list[ValueGroup]]], othe
 
     If the steps at whose end the rules judged are not stored, they are those of the values.
     """
-    other = next(others, None)
-    for step, groups in steps:
-        while other is not None and other.step < step:
-            other = _judge_other(judge, other, others)
-        for group in groups:
-            _add(judge, group)
-        while other is not None and other.step == step:
-            _add(judge, other)
-            other = next(others, None)
+    shown = ((step, list(groups)) for step, groups in groupby(others, attrgetter("step")))
+    for step, found in groupby(merge(steps, shown, key=itemgetter(0)), itemgetter(0)):
+        for group in chain.from_iterable(groups for _, groups in found):
+            judge.add_all(group.kind, group.names, group.step, group.values, group.pass_name)
         judge.finish_step(step)
-    while other is not None:
-        other = _judge_other(judge, other, others)
-
-
-def _judge_other(judge: Judge, first: ValueGroup, others: Iterator[ValueGroup]) -> ValueGroup | None:
-    """Judge a step that has only values that were shown, and return the first group of the next one."""
-    group: ValueGroup | None = first
-    while group is not None and group.step == first.step:
-        _add(judge, group)
-        group = next(others, None)
-    judge.finish_step(first.step)
-    return group
-
-
-def _add(judge: Judge, group: ValueGroup) -> None:
-    judge.add_all(group.kind, group.names, group.step, group.values, group.pass_name)
 
 
 def _shown_sessions(run: StoredRun, kinds: frozenset[str]) -> Iterator[Iterator[ValueGroup]]:

@@ -81,6 +81,11 @@ class TimeSeries:
             self.first.extend(values[:room])
         self.count += len(values)
 
+    def kept(self) -> dict[int, float]:
+        """Return the first and the latest values by their steps."""
+        first, latest = zip(self.first_steps, self.first, strict=True), zip(self.steps, self.values, strict=True)
+        return {**dict(first), **dict(latest)}
+
     def tail(self, number: int, skip: int = 0) -> list[float]:
         """Return up to `number` of the latest values, oldest first, without the `skip` latest."""
         return list(islice(reversed(self.values), skip, skip + number))[::-1]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ikkuna.diagnosis.findings import FindingList, Findings
 from ikkuna.diagnosis.history import GRADIENTS, TRAINING, History, Network
-from ikkuna.diagnosis.mistakes import EXPLAINS
+from ikkuna.diagnosis.mistakes import EXPLAINS, OF_MINIMA
 from ikkuna.diagnosis.rule import Rule, Score
 from ikkuna.diagnosis.stored_findings import changes
 from ikkuna.errors import ConfigError, ConfigTypeError
@@ -383,6 +383,8 @@ class Judge:
 
     def add_finding(self, finding: Finding, step: int) -> Finding | None:
         """Add a finding of a check that is not a rule, with its step and its module; return it if it is a new cause."""
+        if finding.rule in OF_MINIMA and self.history.is_maximised:
+            return None
         entry = self._history.network.entry(finding.module)
         found = replace(
             finding,

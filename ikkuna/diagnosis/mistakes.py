@@ -29,6 +29,8 @@ class Mistake:
         What to try.
     explains : frozenset of str
         The mistakes that are consequences of this one.
+    of_minimum : bool
+        Whether it is no mistake if an optimizer maximises the loss.
 
     Raises
     ------
@@ -49,6 +51,7 @@ class Mistake:
     meaning: str
     advice: str
     explains: frozenset[str] = frozenset()
+    of_minimum: bool = False
 
     def __post_init__(self) -> None:
         if unknown := {self.severity, self.severity_while_falling}.difference(SEVERITIES):
@@ -558,6 +561,7 @@ UNBOUNDED_LOSS = Mistake(
     meaning="The loss has no lower bound: it falls without end.",
     advice="check the sign of each term and the range of the labels",
     explains=names("diverges nonfinite loss_spike"),
+    of_minimum=True,
 )
 WRONG_OPTIMUM = Mistake(
     "wrong_optimum",
@@ -565,6 +569,7 @@ WRONG_OPTIMUM = Mistake(
     meaning="The outputs of the least loss are not those of the labels.",
     advice="check the order of the axes, the order of the arguments, and the sign of the loss",
     explains=names("unbounded_loss no_learning diverges plateau class_collapse"),
+    of_minimum=True,
 )
 LOSS_FLOOR = Mistake(
     "loss_floor",
@@ -602,7 +607,10 @@ LOSS_CONTRACT = Mistake(
     ),
 )
 
-EXPLAINS: Mapping[str, frozenset[str]] = {
-    each.name: each.explains for each in tuple(globals().values()) if isinstance(each, Mistake)
-}
+_DECLARED = tuple(each for each in globals().values() if isinstance(each, Mistake))
+
+EXPLAINS: Mapping[str, frozenset[str]] = {each.name: each.explains for each in _DECLARED}
 """Which mistakes each declared mistake explains."""
+
+OF_MINIMA = frozenset(each.name for each in _DECLARED if each.of_minimum)
+"""Which mistakes are none if an optimizer maximises the loss."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
+import dis
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as _of_modules
 
 from ikkuna.diagnosis.objective.recorded import RecordedObjective
 from ikkuna.diagnosis.preflight_checks.batch import Batch, tensors_of
@@ -22,14 +24,13 @@ from ikkuna.diagnosis.preflight_checks.first_step import FirstStep
 from ikkuna.diagnosis.preflight_checks.freed_outputs import freed_outputs
 from ikkuna.diagnosis.preflight_checks.loss import loss_contract, softmax_twice
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, last_operations, main_output
-from ikkuna.diagnosis.preflight_checks.pure_losses import why_impure
 from ikkuna.diagnosis.preflight_checks.runs import label_shape
 from ikkuna.diagnosis.preflight_checks.trial import Check, Trial
 from ikkuna.store.finding import Finding
 from ikkuna.support.failures import error_text, log, switched
 from ikkuna.support.saved_losses import SavedLoss
 from ikkuna.support.threads import run_apart
-from ikkuna.support.torch_internals import pytree
+from ikkuna.support.torch_internals import has_global_hooks, pytree
 from ikkuna.support.undisturbed import gradients, undisturbed
 
 _CHECKS: dict[Check, str] = {
@@ -63,14 +64,13 @@ class RecordedPreflight:
 
     The checks call a copy of the loss with copies of outputs and labels, on a thread of their own, for which the caller waits: the modes
     and numbers of autograd, which belong to a thread, stay as they are.  They never call the model.
+    After 0.5 s of CPU time, or ten times as much wall time, no further call of the loss begins.
     A loss that could change something outside of it, such as a list or a model, is not called, see `why_impure`.
 
     Parameters
     ----------
     model : nn.Module, optional
         The model, held weakly.
-    seconds : float
-        The CPU time after which no further call of the loss begins; after ten times as much wall time none begins either.
 
     Attributes
     ----------
@@ -80,10 +80,9 @@ class RecordedPreflight:
         Reads what the first backward passes are called on.
     """
 
-    def __init__(self, model: nn.Module | None = None, seconds: float = _SECONDS) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
         self._model = weakref.ref(nn.Module() if model is None else model)
         self.objective = RecordedObjective(model)
-        self._seconds = seconds
         self._recorded: _Recorded | None = None
         self.reason = "the loss was not seen: pass it as watch(model, loss)"
 
@@ -130,7 +129,7 @@ class RecordedPreflight:
         if recorded is None:
             return found
         model = self._model()
-        trial = _RecordedTrial(nn.Module() if model is None else model, recorded, self._seconds)
+        trial = _RecordedTrial(nn.Module() if model is None else model, recorded)
 
         def judge() -> None:
             try:
@@ -159,7 +158,7 @@ class RecordedPreflight:
                 reasons.append(f"{name}: the check raised {error_text(error)}")
                 log.debug("the check %s failed", check.__name__, exc_info=True)
         if late:
-            reasons.append(f"the time of {self._seconds:g} s was over before {' and '.join(late)} had been tried")
+            reasons.append(f"the time of {_SECONDS:g} s was over before {' and '.join(late)} had been tried")
         self.reason = "; ".join(reasons)
 
     def _failed(self, error: Exception) -> None:
@@ -176,7 +175,7 @@ def _refusal(loss: Callable[..., Any], given: list[Tensor]) -> str:
         "outputs and labels are on an accelerator": any(not t.is_cpu for t in given),
         f"outputs and labels have more than {_MOST_ELEMENTS:,} elements": sum(t.numel() for t in given)
         > _MOST_ELEMENTS,
-        "hooks of all modules are registered": _of_modules._has_any_global_hook(),
+        "hooks of all modules are registered": has_global_hooks(),
         "the loss is compiled": any(getattr(loss, name, None) is not None for name in _COMPILED),
         "the loss is computed under autocast": torch.is_autocast_enabled("cpu"),
     }
@@ -230,11 +229,11 @@ def _recorded(
 class _RecordedTrial(Trial):
     """A trial whose first step was recorded in training, and whose model is never called."""
 
-    def __init__(self, model: nn.Module, recorded: _Recorded, seconds: float) -> None:
+    def __init__(self, model: nn.Module, recorded: _Recorded) -> None:
         super().__init__(model, None, recorded.loss)
         self._recorded = recorded
         self._batch = None if recorded.labels is None else Batch(recorded.step.result, recorded.labels)
-        self._seconds, self._is_ended = seconds, False
+        self._is_ended = False
         self.first_step = recorded.step
         self.begin()
 
@@ -250,7 +249,7 @@ class _RecordedTrial(Trial):
     def is_over(self) -> bool:
         """Whether the time of the thread that has begun, which reads this, is over."""
         busy, passed = time.thread_time() - self._begin[0], time.monotonic() - self._begin[1]
-        return self._is_ended or busy >= self._seconds or passed >= _PATIENCE * self._seconds
+        return self._is_ended or busy >= _SECONDS or passed >= _PATIENCE * _SECONDS
 
     @cached_property
     def loss_calls(self) -> list[LossCall]:
@@ -295,3 +294,130 @@ class _RecordedTrial(Trial):
         if finding.rule != "labels_without_gradient" or self.batch.labels.ndim > 1:
             return False
         return any(isinstance(module, nn.Embedding | nn.RNNBase) for module in self.names)
+
+
+# -- losses that change nothing but themselves ---------------------------------------------------------------------------
+
+_PACKAGES = ("torch", "math")
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_BUILTINS = (
+    *("abs", "all", "any", "bool", "dict", "divmod", "enumerate", "filter", "float", "getattr", "hasattr", "int", "isinstance"),
+    *("len", "list", "map", "max", "min", "pow", "range", "reversed", "round", "set", "slice", "sorted", "str", "sum", "super"),
+    *("tuple", "type", "zip", "Exception", "ValueError", "TypeError", "RuntimeError", "AssertionError"),
+)  # fmt: skip
+_CHANGES = ("STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME")
+_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def why_impure(loss: Callable[..., Any]) -> str:
+    """Return what a loss refers to that a further call could change, in a sentence; empty if there is nothing.
+
+    The functions of the loss, and those that they call, may refer to functions and modules of torch and to constants only.
+    A loss with parameters is refused, because it contains a model.
+
+    Examples
+    --------
+    >>> why_impure(nn.CrossEntropyLoss()), why_impure(lambda output, y: (output - y).abs().mean())
+    ('', '')
+    >>> why_impure(lambda output, y: print(output))
+    'the loss refers to print'
+    """
+    try:
+        reference = next(_outside(loss, "itself", set()), "")
+    except RecursionError:
+        return "the loss refers to too much"
+    return f"the loss refers to {reference}" if reference else ""
+
+
+def _outside(value: Any, name: str, seen: set[int]) -> Iterator[str]:
+    """Yield the names of what a value refers to that is neither of torch nor a constant."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        yield from _outside_module(value, name, seen)
+    elif isinstance(value, partial):
+        yield from _outside(value.func, name, seen)
+        for part in (*value.args, *value.keywords.values()):
+            if not (isinstance(part, Tensor) and _is_of_packages(value.func)):
+                yield from _outside(part, name, seen)
+    elif isinstance(value, tuple | frozenset):
+        for part in value:
+            yield from _outside(part, name, seen)
+    elif isinstance(value, _CONSTANTS) or _is_of_packages(value):
+        return
+    elif isinstance(value, FunctionType):
+        yield from _outside_function(value, seen)
+    else:
+        yield name
+
+
+def _outside_module(module: nn.Module, name: str, seen: set[int]) -> Iterator[str]:
+    if any(True for _ in module.parameters()):
+        yield "parameters of its own"
+    for each in module.modules():
+        # a hook of ikkuna is left out in copies
+        hooks = (hook for table in _HOOK_TABLES for hook in vars(each)[table].values())
+        if any(not type(hook).__module__.startswith("ikkuna.") for hook in hooks):
+            yield "hooks"
+        if _is_of_packages(type(each)):
+            continue
+        containers = vars(nn.Module()).keys()
+        for key, value in vars(each).items():
+            if key not in containers and not isinstance(value, Tensor):
+                yield from _outside(value, f"its attribute {key}", seen)
+        for function in _methods(type(each)):
+            yield from _outside_function(function, seen)
+
+
+def _methods(cls: type) -> Iterator[FunctionType]:
+    """Yield the user's methods and properties of a class, without those that only its construction calls."""
+    for each in cls.__mro__:
+        if _is_of_packages(each):
+            break
+        for name, value in vars(each).items():
+            function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+            if name != "__init__" and isinstance(function, FunctionType):
+                yield function
+
+
+def _outside_function(function: FunctionType, seen: set[int]) -> Iterator[str]:
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    for name, cell in cells.items():
+        if name != "__class__":
+            yield from _outside(cell.cell_contents, name, seen)
+    for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        yield from _outside(default, "a default", seen)
+    for code in _codes(function.__code__):
+        for instruction in dis.get_instructions(code):
+            what, name = instruction.opname, instruction.argval
+            if what in _CHANGES or (what == "STORE_DEREF" and name in cells):
+                yield str(name)
+            elif what in ("LOAD_GLOBAL", "LOAD_NAME"):
+                if name in function.__globals__:
+                    yield from _outside(function.__globals__[name], name, seen)
+                elif name not in _BUILTINS and hasattr(builtins, name):
+                    yield name
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _is_of_packages(value: Any) -> bool:
+    """Return whether a function, class or module belongs to torch or to mathematics."""
+    if isinstance(value, ModuleType):
+        name: Any = value.__name__
+    elif isinstance(value, type | FunctionType):
+        name = value.__module__
+    elif isinstance(value, BuiltinFunctionType | MethodDescriptorType):
+        owner = getattr(value, "__self__", None) or getattr(value, "__objclass__", None)
+        name = (
+            getattr(value, "__module__", None) or getattr(owner, "__module__", None) or getattr(owner, "__name__", "")
+        )
+    else:
+        return False
+    return name.partition(".")[0] in _PACKAGES

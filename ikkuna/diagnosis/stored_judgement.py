@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ikkuna.backends.file_backend import FileBackend
+from ikkuna.backends.backend import FileBackend
 from ikkuna.diagnosis.stored_findings import event_line, event_text
 from ikkuna.diagnosis.stored_values import ReadValues, RuleValuesFormat
 from ikkuna.store.json_lines import LinesFormat

@@ -193,21 +193,21 @@ def poll(is_done: Callable[[], bool], patience: float) -> bool:
     return True
 
 
-def missing_ranks(store: Any, world: World, patience: float = 1.0) -> list[int]:
-    """Return the ranks that do not answer within `patience` seconds; all ranks that are left call this."""
+def missing_ranks(store: Any, world: World) -> list[int]:
+    """Return the ranks that do not answer within a second; all ranks that are left call this."""
     store.set(f"alive/{world.rank}", "")
     others = [rank for rank in range(world.size) if rank != world.rank]
-    poll(lambda: store.check([f"alive/{rank}" for rank in others]), patience)
+    poll(lambda: store.check([f"alive/{rank}" for rank in others]), 1.0)
     return [rank for rank in others if not store.check([f"alive/{rank}"])]
 
 
 _calls: Counter[str] = Counter()
 
 
-def from_first_rank(world: World, name: str, find: Callable[[], Any], patience: float = PATIENCE) -> Any:
+def from_first_rank(world: World, name: str, find: Callable[[], Any]) -> Any:
     """Return the result of `find` on rank 0, on every rank.
 
-    Rank 0 does not wait.  A rank that waits for `patience` seconds in vain, because rank 0 does not call this function,
+    Rank 0 does not wait.  A rank that waits for `PATIENCE` in vain, because rank 0 does not call this function,
     logs a warning and uses its own result.
 
     Parameters
@@ -218,8 +218,6 @@ def from_first_rank(world: World, name: str, find: Callable[[], Any], patience: 
         Distinguishes the value from others; the n-th calls of all ranks with one name belong together.
     find : callable
         Returns data that JSON can represent.
-    patience : float
-        Seconds to wait.
 
     Raises
     ------
@@ -237,8 +235,8 @@ def from_first_rank(world: World, name: str, find: Callable[[], Any], patience: 
     store, key = _torch.PrefixStore("ikkuna/first rank", world.store), f"{name}/{_calls[name]}"
     if world.rank == 0:
         return _publish(store, key, find)
-    if not poll(lambda: store.check([key]), patience):
-        log.warning("rank 0 has not named its %s within %g s; rank %d uses its own", name, patience, world.rank)
+    if not poll(lambda: store.check([key]), PATIENCE):
+        log.warning("rank 0 has not named its %s within %g s; rank %d uses its own", name, PATIENCE, world.rank)
         return find()
     found = json.loads(store.get(key))
     if "error" in found:

@@ -70,12 +70,9 @@ class Replicas:
 
     def of_gradients(self) -> Mapping[ParameterKey, int]:
         """Return the numbers for gradients, which may differ if the last forward was in ``no_sync()``."""
-        waiting = {key for key, wrapper in self._wrapper_of.items() if not _is_reduced(wrapper)}
+        wrapped = ((key, wrapper) for key, wrapper in self._wrapper_of.items() if wrapper is not None)
+        waiting = {key for key, wrapper in wrapped if not getattr(wrapper, "require_forward_param_sync", True)}
         return self.numbers | dict.fromkeys(waiting, NOT_REPLICATED) if waiting else self.numbers
-
-
-def _is_reduced(wrapper: Any) -> bool:
-    return wrapper is None or bool(getattr(wrapper, "require_forward_param_sync", True))
 
 
 def _wrappers() -> list[Any]:

@@ -126,7 +126,7 @@ class _LastRows(StepObserver):
         """Keep the rows that have elements."""
         self.values = {
             (site.kind, site.module or "", path): rows.values[i].copy()
-            for i, (site, path) in enumerate(rows.keys[: len(rows.values)])
+            for i, (site, path) in enumerate(rows.index.keys[: len(rows.values)])
             if rows.values[i, 0]
         }
 

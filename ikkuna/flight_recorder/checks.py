@@ -1,150 +1,29 @@
-"""Checks of what a dump contains, because a dump may be damaged, or be made to harm its reader.
-
-A check is a function of a value and of the name of its field.  It returns the value, or raises `DumpError` with that name.
-"""
+"""Checks of the files of a dump, because a dump may be damaged, or be made to harm its reader."""
 
 import io
 import os
-import reprlib
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 from ikkuna.errors import DumpError
+from ikkuna.store.checks import refused
 from ikkuna.support.arrays import check_size
 from ikkuna.support.files import open_regular
 
 _DEPTH, _ITEMS = 64, 1_000_000
-_MAX_INT = 1 << 62
 PLAIN = (bool, int, float, str, type(None))
 """The types of the plain values that a ``.pt`` file may contain."""
-
-Check = Callable[[Any, str], Any]
-
-
-def _refuse(place: str, expected: str, value: object) -> DumpError:
-    return DumpError(f"{place} must be {expected}, got {reprlib.repr(value)}")
-
-
-# -- values -------------------------------------------------------------------------------------------------------
-
-
-def integer(low: int = 0, high: int = _MAX_INT) -> Check:
-    """Return a check of an int from `low` to `high`."""
-
-    def check(value: Any, place: str) -> Any:
-        if type(value) is not int or not low <= value <= high:
-            raise _refuse(place, f"an int from {low} to {high}", value)
-        return value
-
-    return check
-
-
-def number(value: Any, place: str) -> float:
-    """Return a float; JSON has NaN and infinities as texts."""
-    if (type(value) in (int, float) and abs(value) <= _MAX_INT) or type(value) is float:
-        return float(value)
-    if value in ("nan", "inf", "-inf"):
-        return float(value)
-    raise _refuse(place, "a number", value)
-
-
-def text(value: Any, place: str) -> str:
-    """Check a text."""
-    if not isinstance(value, str):
-        raise _refuse(place, "a text", value)
-    return value
 
 
 def tensor(value: Any, place: str) -> torch.Tensor:
     """Check a tensor."""
     if not isinstance(value, torch.Tensor):
-        raise _refuse(place, "a tensor", value)
+        raise refused(place, "a tensor", value)
     return value
-
-
-def plain(value: Any, place: str) -> Any:
-    """Check nothing more: tensors and plain values in lists and dicts, which :func:`checked_tensors` has counted."""
-    return value
-
-
-def one_of(*checks: Check) -> Check:
-    """Return a check of a value that one of several checks accepts; the error is that of the last one."""
-
-    def check(value: Any, place: str) -> Any:
-        for each in checks[:-1]:
-            try:
-                return each(value, place)
-            except DumpError:
-                continue
-        return checks[-1](value, place)
-
-    return check
-
-
-def list_of(item: Check) -> Check:
-    """Return a check of a list, and of each of its items."""
-
-    def check(value: Any, place: str) -> Any:
-        if not isinstance(value, list | tuple):
-            raise _refuse(place, "a list", value)
-        return [item(each, f"{place}[{i}]") for i, each in enumerate(value)]
-
-    return check
-
-
-def pair_of(first: Check, second: Check) -> Check:
-    """Return a check of a list of two items."""
-
-    def check(value: Any, place: str) -> Any:
-        if not isinstance(value, list | tuple) or len(value) != 2:
-            raise _refuse(place, "a list of two", value)
-        return [first(value[0], f"{place}[0]"), second(value[1], f"{place}[1]")]
-
-    return check
-
-
-def map_of(item: Check, key: Check = text) -> Check:
-    """Return a check of a dict, of its keys, and of its values."""
-
-    def check(value: Any, place: str) -> Any:
-        if not isinstance(value, dict):
-            raise _refuse(place, "a dict", value)
-        return {key(name, f"a key of {place}"): item(each, f"{place}[{name!r:.60}]") for name, each in value.items()}
-
-    return check
-
-
-def record(needed: Mapping[str, Check], others: Mapping[str, Check] | Check | None = None) -> Check:
-    """Return a check of a dict of named fields.
-
-    Parameters
-    ----------
-    needed : mapping of str to callable
-        The fields that must be there.
-    others : mapping of str to callable, or callable, optional
-        Fields that may be there, or the check of all further fields.  By default they are not checked.
-    """
-
-    def check(value: Any, place: str) -> Any:
-        if not isinstance(value, dict):
-            raise _refuse(place, "a dict", value)
-        if missing := [name for name in needed if name not in value]:
-            raise DumpError(f"{place} has no field {missing[0]!r}")
-        found = {}
-        for name, each in value.items():
-            known = needed.get(name) or (others.get(name, plain) if isinstance(others, Mapping) else others or plain)
-            found[text(name, f"a field of {place}")] = known(each, f"{name!r:.60} of {place}")
-        return found
-
-    return check
-
-
-# -- files --------------------------------------------------------------------------------------------------------
 
 
 def open_checked(path: Path, size: int | None = None, crc32: int | None = None, limit: int | None = None) -> IO[bytes]:

@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.errors import DumpError
-from ikkuna.flight_recorder import checks
+from ikkuna.flight_recorder.checks import checked_tensors, open_checked, tensor
 from ikkuna.flight_recorder.dump_writing import FORMAT, INDEX, INDEX_BYTES
 from ikkuna.printable import printable
-from ikkuna.store.finding import SEVERITIES, Finding
+from ikkuna.store import checks
+from ikkuna.store.finding import Finding, finding_of
 from ikkuna.support.arrays import arrays_of, check_axes
 from ikkuna.support.failures import raise_users_exception
 
@@ -24,43 +25,17 @@ _Found = TypeVar("_Found")
 
 def _file_name(value: Any, place: str) -> str:
     if not re.fullmatch(r"[a-z_]{1,40}\.(npz|pt)", checks.text(value, place)):
-        raise DumpError(f"{place} must be the name of a file, such as 'rows.npz', got {value!r:.60}")
+        raise ValueError(f"{place} must be the name of a file, such as 'rows.npz', got {value!r:.60}")
     return str(value)
-
-
-def _severity(value: Any, place: str) -> str:
-    if value not in SEVERITIES:
-        raise DumpError(f"{place} must be one of {', '.join(SEVERITIES)}, got {value!r:.60}")
-    return str(value)
-
-
-def _none(value: Any, place: str) -> None:
-    if value is not None:
-        raise DumpError(f"{place} must be null, got {value!r:.60}")
 
 
 _TEXTS, _STEP = checks.list_of(checks.text), checks.integer()
-_TEXT_OR_NONE, _STEP_OR_NONE = checks.one_of(_none, checks.text), checks.one_of(_none, checks.integer(-1))
-_FINDING = checks.record(
-    {"rule": checks.text, "severity": _severity, "message": checks.text},
-    {
-        "module": _TEXT_OR_NONE,
-        "kind": _TEXT_OR_NONE,
-        "step": _STEP_OR_NONE,
-        "value": checks.one_of(_none, checks.number),
-        "advice": checks.text,
-        "evidence": checks.list_of(checks.pair_of(checks.one_of(_STEP, checks.text), checks.number)),
-        "modules": _TEXTS,
-        "consequences": _TEXTS,
-        "again": checks.list_of(_STEP),
-    },
-)
 _INDEX = checks.record(
     {
         "format": checks.integer(1, FORMAT),
         "step": _STEP,
         "reasons": _TEXTS,
-        "findings": checks.list_of(_FINDING),
+        "findings": checks.list_of(finding_of),
         "rules": checks.list_of(checks.record({"name": checks.text, "patience": checks.integer()}, checks.number)),
         "files": checks.map_of(checks.record({"bytes": _STEP, "crc32": checks.integer(0, 2**32 - 1)}), _file_name),
         "left_out": checks.map_of(checks.text),
@@ -103,7 +78,7 @@ _OPTIMIZER = checks.record(
         "param_groups": checks.list_of(checks.record({"params": checks.list_of(checks.integer())})),
     }
 )
-_TENSORS = {name: checks.map_of(checks.tensor) for name in ("parameters", "buffers", "gradients")}
+_TENSORS = {name: checks.map_of(tensor) for name in ("parameters", "buffers", "gradients")}
 _STATE = checks.record({"step": _STEP, **_TENSORS, "evaluated": _TEXTS, "optimizers": checks.list_of(_OPTIMIZER)})
 _CONTENT = {
     "state.pt": _STATE,
@@ -167,7 +142,7 @@ class Dump:
     @property
     def findings(self) -> list[Finding]:
         """The findings of the rules at this step."""
-        return [_finding(entry) for entry in self.facts["findings"]]
+        return list(self.facts["findings"])
 
     @cached_property
     def rows(self) -> dict[str, NDArray[Any]]:
@@ -235,15 +210,15 @@ class Dump:
         DumpError
             If the file is missing or damaged.
         """
-        found = self._read(name, checks.checked_tensors)
-        return _CONTENT[name](found, f"'{self.path / name}'") if name in _CONTENT else found
+        found = self._read(name, checked_tensors)
+        return _checked(_CONTENT.get(name, checks.plain), found, f"'{self.path / name}'")
 
     def _read(self, name: str, parse: Callable[[IO[bytes], int], _Found]) -> _Found:
         """Return the content of a file if it is the one that was written."""
         if (known := self.facts["files"].get(name)) is None:
             why = self.facts["left_out"].get(name)
             raise DumpError(f"the dump '{self.path}' has no {name}" + (f": {why}" if why else ""))
-        with checks.open_checked(self.path / name, known["bytes"], known["crc32"]) as file:
+        with open_checked(self.path / name, known["bytes"], known["crc32"]) as file:
             try:
                 return parse(file, known["bytes"])
             except Exception as error:  # any error of a parser means that the file is damaged
@@ -259,13 +234,11 @@ class Dump:
         return "\n".join(map(printable, lines))
 
 
-def _finding(entry: Mapping[str, Any]) -> Finding:
-    names = Finding.__dataclass_fields__
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in entry.items() if name in names
-    }
-    values["evidence"] = tuple((place, value) for place, value in entry.get("evidence", ()))
-    return Finding(**values)
+def _checked(check: checks.Check, value: Any, place: str) -> Any:
+    try:
+        return check(value, place)
+    except ValueError as error:
+        raise DumpError(str(error)) from error
 
 
 def read_dump(path: str | os.PathLike[str]) -> Dump:
@@ -283,7 +256,7 @@ def read_dump(path: str | os.PathLike[str]) -> Dump:
         hint = f"; it contains {', '.join(found[:5])}" if found else ""
         raise DumpError(f"'{root}' is not a dump: it has no {INDEX}{hint}")
     try:
-        with checks.open_checked(index, limit=INDEX_BYTES) as file:
+        with open_checked(index, limit=INDEX_BYTES) as file:
             facts = json.loads(file.read(INDEX_BYTES + 1))
     except DumpError:
         raise
@@ -293,4 +266,4 @@ def read_dump(path: str | os.PathLike[str]) -> Dump:
     written = facts.get("format") if isinstance(facts, dict) else None
     if type(written) is int and written > FORMAT:
         raise DumpError(f"'{root}' was written by a newer ikkuna: format {written}, known are those up to {FORMAT}")
-    return Dump(root, _INDEX(facts, f"'{index}'"))
+    return Dump(root, _checked(_INDEX, facts, f"'{index}'"))

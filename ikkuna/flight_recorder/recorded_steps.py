@@ -14,10 +14,10 @@ from ikkuna.diagnosis.rule import Rule
 from ikkuna.flight_recorder.batch_rows import BatchRows, losses_of_rows
 from ikkuna.flight_recorder.capture import CapturedStep, StepCapture
 from ikkuna.flight_recorder.options import MemoryBudget, RecorderOptions
+from ikkuna.metrics.messages.batch import StepLosses
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
 from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
-from ikkuna.metrics.subscriber.base import StepLosses
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, Values
 from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.rows.plan import Plan
@@ -322,7 +322,7 @@ class RecordedSteps:
     def add(self, rows: Rows, event: NetworkMessage) -> float | None:
         """Keep the rows of a step; return its loss, or ``None`` if it was not measured."""
         step, data = rows.stamp.global_step, event.data or {}
-        self.last, self._keys = rows.stamp, rows.keys
+        self.last, self._keys = rows.stamp, rows.index.keys
         loss = self._loss_of(rows)
         self._log.add(
             step,
@@ -341,7 +341,7 @@ class RecordedSteps:
         """Return the loss of a step; ``None`` if it was not measured."""
         row = self._loss_row
         if row is None:
-            row = self._loss_row = next((i for i, (site, _) in enumerate(rows.keys) if site.kind == "loss"), None)
+            row = self._loss_row = next((i for i, (site, _) in enumerate(rows.index.keys) if site.kind == "loss"), None)
         if row is None or row >= len(rows.values) or not rows.values[row, _N]:
             return None
         _, nans, infs = rows.values[row, :3].tolist()

@@ -22,10 +22,11 @@ from ikkuna.flight_recorder.options import MemoryBudget, RecorderOptions
 from ikkuna.flight_recorder.recorded_steps import RecordedSteps, measured_columns, names_of, rule_facts, worst_row
 from ikkuna.metrics.bus.bus import Handle, MessageBus
 from ikkuna.metrics.bus.delivery import StepObserver
+from ikkuna.metrics.messages.batch import StepLosses
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS
 from ikkuna.metrics.messages.message import Message, NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
-from ikkuna.metrics.subscriber.base import StepLosses, Subscriber
+from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.numerics.spike_score import LIMIT, SpikeScore
 from ikkuna.numerics.statistics import FIELDS
 from ikkuna.numerics.statistics.record import HISTOGRAMS
@@ -240,7 +241,7 @@ class Burst:
                 self._left -= sum(array.nbytes for array in codes[row])
         self._left -= rows.values.nbytes
         self._kept.append((rows.stamp.global_step, rows.plan, rows.values, codes))
-        self._keys = rows.keys
+        self._keys = rows.index.keys
         if len(self._kept) >= self._steps or self._left <= rows.values.nbytes:
             self.end()
 
@@ -407,7 +408,7 @@ class FlightRecorder(StepObserver):
 
     def _note_nonfinite(self, bad: Iterable[int], rows: Rows) -> None:
         nans = rows.values[:, COLUMN["nans"]]
-        named = [str(rows.keys[row][0]) for row in bad if nans[row] or rows.keys[row][0].kind not in _QUIET]
+        named = [str(rows.index.keys[row][0]) for row in bad if nans[row] or rows.index.keys[row][0].kind not in _QUIET]
         if named:
             self._add_reason(f"NaN or Inf in {listed(named, 3)}", NOT_FINITE)
 

@@ -95,7 +95,8 @@ class MlflowBackend(RemoteBackend):
         for part in _parts(values.scalars, _METRICS):
             client.log_batch(run, metrics=[metric(_name(tag), value, now, values.step) for tag, value in part])
         for tag, histogram in values.histograms.items():
-            client.log_text(run, _histogram_json(histogram), f"histograms/{_name(tag)}/{values.step}.json")
+            numbers = {name: np.asarray(getattr(histogram, name), float).tolist() for name in (*NUMBERS, *LISTS)}
+            client.log_text(run, json.dumps(numbers), f"histograms/{_name(tag)}/{values.step}.json")
         for tag, matrix in values.matrices.items():
             client.log_image(run, matrix_picture(matrix, tag), f"{_name(tag)}/{values.step}.png")
         for finding in values.findings:
@@ -133,7 +134,3 @@ def _name(tag: str) -> str:
     ('weights_norm2/features.0', 'a:5Bb:28c:29')
     """
     return re.sub(r"[^\w. /-]", lambda found: ":" if found[0] == "%" else f":{ord(found[0]):02X}", tag)
-
-
-def _histogram_json(histogram: Any) -> str:
-    return json.dumps({name: np.asarray(getattr(histogram, name), float).tolist() for name in (*NUMBERS, *LISTS)})

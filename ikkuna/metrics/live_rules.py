@@ -14,7 +14,7 @@ from ikkuna.diagnosis import Finding, Findings, Judge, Network, Rule, get_rules
 from ikkuna.diagnosis.findings import STYLES, is_muted
 from ikkuna.diagnosis.history import GRADIENTS
 from ikkuna.diagnosis.judge import LOSS_BETWEEN
-from ikkuna.diagnosis.mistakes import ENDED_BY_EXCEPTION, EXPLAINS, UNBOUNDED_LOSS, WRONG_OPTIMUM
+from ikkuna.diagnosis.mistakes import ENDED_BY_EXCEPTION, EXPLAINS
 from ikkuna.diagnosis.recorded_preflight import RecordedPreflight
 from ikkuna.diagnosis.stored_findings import event_text
 from ikkuna.diagnosis.stored_judgement import JudgedStep, JudgementBackend
@@ -22,11 +22,12 @@ from ikkuna.diagnosis.stored_values import ReadValues
 from ikkuna.distributed.rendezvous import World
 from ikkuna.errors import ConfigError, ConfigTypeError, StopTraining, unknown_name
 from ikkuna.metrics.bus.bus import Handle, MessageBus
-from ikkuna.metrics.messages.batch import MessageBatch
-from ikkuna.metrics.messages.kinds import EVENT_KINDS, FACT_KINDS, MICRO_KINDS, OBJECTIVE, is_built_in
+from ikkuna.metrics.messages.batch import MessageBatch, StepLosses
+from ikkuna.metrics.messages.kinds import FACT_KINDS, MICRO_KINDS, OBJECTIVE
 from ikkuna.metrics.messages.message import Message, ModuleMessage, NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
-from ikkuna.metrics.subscriber.base import StepLosses, Subscriber
+from ikkuna.metrics.subscriber.base import Subscriber
+from ikkuna.metrics.subscriber.bases import StatisticsReader, shared_kinds
 from ikkuna.metrics.subscriber.subscription import Subscription
 from ikkuna.store.finding import SEVERITIES
 from ikkuna.store.names import Series, SeriesGroup
@@ -35,71 +36,6 @@ from ikkuna.support.console import announce
 from ikkuna.support.failures import error_text, log, raise_users_exception
 from ikkuna.support.modules import NamedParameter
 from ikkuna.support.process_hooks import raised_in
-
-STATISTICS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
-    "norm2": (("sumsq",), lambda records: records.l2_norm),
-    "mean": (("mean",), lambda records: records.mean),
-    "variance": (("m2", "sumsq"), lambda records: records.variance()),
-    "sparsity": (("zeros",), lambda records: records.sparsity),
-    "nonfinite": (("nans", "infs"), lambda records: records.nonfinite),
-    "min": (("min",), lambda records: records.min),
-    "max": (("max",), lambda records: records.max),
-    "count": (("n",), lambda records: records.n),
-}
-"""For each ending of a kind the statistics it needs, and the function that computes it from `Records`."""
-
-
-def shared_kinds(kinds: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return the kinds that are functions of shared statistics, as built-in kinds with the endings of the results.
-
-    Examples
-    --------
-    >>> shared_kinds(["weights_norm2", "weights_mean", "train_accuracy"])
-    {'weights': ('norm2', 'mean')}
-    """
-    found: dict[str, tuple[str, ...]] = {}
-    for kind in kinds:
-        source, _, statistic = kind.rpartition("_")
-        if statistic in STATISTICS and is_built_in(source) and source not in EVENT_KINDS:
-            found[source] = (*found.get(source, ()), statistic)
-    return found
-
-
-class StatisticsReader(Subscriber):
-    """Passes the shared statistics of one kind on to the rules.
-
-    Parameters
-    ----------
-    kind : str
-        The kind.
-    statistics : tuple of str
-        Keys of `STATISTICS`.
-    receive : callable
-        Stores one value for each message of a batch, under a kind.
-    **options : Any
-        See `Subscriber`.
-    """
-
-    derived = False
-
-    def __init__(
-        self,
-        kind: str,
-        statistics: tuple[str, ...],
-        receive: Callable[[MessageBatch, str, NDArray[np.float64]], None],
-        **options: Any,
-    ) -> None:
-        super().__init__(kind, **options)
-        self.fields = tuple(dict.fromkeys(field for name in statistics for field in STATISTICS[name][0]))
-        self._results = tuple((f"{kind}_{name}", STATISTICS[name][1]) for name in statistics)
-        self._receive = receive
-
-    def compute_batch(self, batch: MessageBatch) -> None:
-        """Pass the values of all modules on."""
-        for kind, function in self._results:
-            values = np.broadcast_to(np.asarray(function(batch.records), np.float64), (len(batch),))
-            self._receive(batch, kind, values)
-
 
 OnFinding = Callable[[Finding], object]
 _JUDGED = Series("judged")
@@ -406,9 +342,7 @@ class RuleSubscriber(Subscriber):
         """Return the findings of the first call of the loss, once."""
         if self.preflight is None:
             return []
-        is_maximised = self.judge.history.is_maximised
-        found = [each for each in self.preflight.findings() if not (is_maximised and each.rule in _OF_MINIMA)]
-        heard = [finding for finding in found if not is_muted(finding, self._mute)]
+        heard = [finding for finding in self.preflight.findings() if not is_muted(finding, self._mute)]
         return [added for finding in heard if (added := self.judge.add_finding(finding, step)) is not None]
 
     def _store_steps(self, stamp: Stamp) -> None:
@@ -449,10 +383,6 @@ class RuleSubscriber(Subscriber):
 def _group_name(key: str, keys: tuple[str, ...]) -> str:
     """Return the name of the series of a parameter group; empty for the only one without a name."""
     return "" if keys == ("0",) else f"group {key}" if key.isdigit() else key
-
-
-_OF_MINIMA = (UNBOUNDED_LOSS.name, WRONG_OPTIMUM.name)
-"""The mistakes of a loss that is minimised."""
 
 
 def _writes_files(backend: "str | Backend") -> bool:
@@ -621,15 +551,15 @@ def _register_needs(
     return handles
 
 
-def _few(network: Network, share: float = 0.05, number: int = 4) -> list[str] | None:
+def _few(network: Network) -> list[str] | None:
     """Return the modules with the smallest weight matrices: the gradients of a few show whether they are carried over.
 
-    Together they have at most a `share` of all parameters or 65,536 elements, whichever is more, unless it is a single one.
+    They are up to four, with at most 5% of all parameters or 65,536 elements, whichever is more, unless it is a single one.
     """
     entries = [entry for entry in network.modules if any(len(shape or ()) > 1 for _, shape in entry.parameters)]
     entries.sort(key=lambda entry: entry.count)
-    limit, found, total = share * sum(entry.count for entry in network.modules), list[str](), 0
-    for entry in entries[:number]:
+    limit, found, total = 0.05 * sum(entry.count for entry in network.modules), list[str](), 0
+    for entry in entries[:4]:
         total += entry.count
         if found and total > max(limit, 65_536):
             break

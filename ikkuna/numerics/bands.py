@@ -130,11 +130,15 @@ def _without_better(values: NDArray[np.float64], worse: int) -> NDArray[np.float
     if not worse or not values.size:
         return values
     with np.errstate(all="ignore"):
-        there = np.where(np.isfinite(values), values, np.nan)
-        filled = ~np.isnan(there).all(axis=0)
-        middle = np.full(values.shape[1], np.nan)
-        middle[filled] = np.nanmedian(there[:, filled], axis=0)
+        middle = _medians(np.where(np.isfinite(values), values, np.nan))
         return np.where(worse * (values - middle) < 0, middle, values)
+
+
+def _medians(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the median of each column without NaN, without a warning for a column that has nothing else."""
+    found, filled = np.full(values.shape[1], np.nan), ~np.isnan(values).all(axis=0)
+    found[filled] = np.nanmedian(values[:, filled], axis=0)
+    return found
 
 
 def _unusual(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -143,12 +147,8 @@ def _unusual(values: NDArray[np.float64]) -> NDArray[np.float64]:
     with np.errstate(all="ignore"):
         size = np.where(values == 0, np.nan, np.log10(np.abs(values)))
         size[np.isinf(values)] = np.nan
-        filled = np.isfinite(size).any(axis=0)
-        middle = np.full(values.shape[1], np.nan)
-        middle[filled] = np.nanmedian(size[:, filled], axis=0)
-        spread = np.full(values.shape[1], np.nan)
-        spread[filled] = np.nanmedian(np.abs(size - middle)[:, filled], axis=0)
-        away = np.nan_to_num(np.abs(size - middle) / (_SCALE * np.maximum(spread, 0.05)))
+        distance = np.abs(size - _medians(size))
+        away = np.nan_to_num(distance / (_SCALE * np.maximum(_medians(distance), 0.05)))
         rare = (values == 0).sum(axis=0) < 0.5 * (~np.isnan(values)).sum(axis=0)
     away[(values == 0) & rare] += 1e3
     away[np.isinf(values)] = np.inf

@@ -120,20 +120,9 @@ def find_class_axis(logits: Tensor, labels: Tensor) -> int | None:
 
 
 PREDICTION_FIGURES = (
-    "output_dependence",
-    "output_cross_entropy",
-    "output_classes",
-    "output_is_probability",
-    "output_magnitude",
-    "output_log_normalizer",
-    "prediction_entropy",
-    "label_entropy",
-    "label_mean",
-    "label_variance",
-    "label_count",
-    "output_binary_cross_entropy",
-    "output_in_unit_interval",
-    "output_uniform_cross_entropy",
+    *("output_dependence", "output_cross_entropy", "output_classes", "output_is_probability", "output_magnitude"),
+    *("output_log_normalizer", "prediction_entropy", "label_entropy", "label_mean", "label_variance", "label_count"),
+    *("output_binary_cross_entropy", "output_in_unit_interval", "output_uniform_cross_entropy"),
 )
 """The names of the results of :func:`prediction_figures`, in their order."""
 

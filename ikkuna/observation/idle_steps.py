@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from ikkuna.backends.run import Run
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.bus.delivery import Losses
+from ikkuna.metrics.messages.batch import StepLosses
 from ikkuna.metrics.messages.stamp import Stamp
-from ikkuna.metrics.subscriber.base import StepLosses
 from ikkuna.numerics.statistics.native.hook_functions import MOST_LOSSES
 from ikkuna.observation.hooks.call_stack import SEES_BACKWARD
 from ikkuna.observation.hooks.context import HookContext, running_steps
@@ -24,13 +24,13 @@ from ikkuna.observation.hooks.hook import is_traced
 from ikkuna.observation.hooks.hook_set import HookSet
 from ikkuna.observation.hooks.loss import LossHooks, is_one_number, needs_outputs
 from ikkuna.observation.hooks.loss_owner import is_computed_in
-from ikkuna.observation.hooks.optimizers import OptimizerHooks, add_rates, own_hooks
+from ikkuna.observation.hooks.optimizers import OptimizerHooks, add_rates
 from ikkuna.observation.logged_values import LoggedValues
 from ikkuna.observation.rows.plan import NOTHING, Plan
 from ikkuna.observation.steps.forwards import Forward
 from ikkuna.observation.steps.step_tracker import StepTracker
 from ikkuna.store.run_directory import ControlFile
-from ikkuna.support.torch_internals import graph_task, memory_of, sequence_number
+from ikkuna.support.torch_internals import graph_task, memory_of, own_hooks, sequence_number
 
 _OFF, _NOTHING, _CALLED, _RETURNED, _COMPUTING, _STEPPING = range(-1, 5)
 """The events of the open step so far; a step of which nothing is wanted has no `_COMPUTING`.  `_OFF` while steps are not counted here."""
@@ -318,7 +318,7 @@ class IdleSteps:
             losses.rates = self._rates
             self._steps, counted.count = self.steps, 0
             self._hooks.optimizers.table.step_ended(len(losses.losses))
-        self._logged.step_ends(counters.global_step - 1)
+        self._logged.step_ends(counters.next.global_step - 1)
         if counted.takes_losses:
             self._bus.queue.append(Losses(losses, self._plan.subscriptions))
             if observer is not None:

@@ -97,7 +97,7 @@ class Translation:
         """Return the measurements of this rank."""
         self._refresh()
         numbers = rows.measured_rows()
-        sites = [rows.keys[row] for row in numbers]
+        sites = [rows.index.keys[row] for row in numbers]
         parts = [self._part(site.kind, rows.shards.get(row)) for row, (site, _) in zip(numbers, sites, strict=True)]
         own = [
             (i, name, s.subscriber.merge, self._own_part(s, rows, row, parts[i], replicas), value)
@@ -122,7 +122,7 @@ class Translation:
     def _own_part(registered: Registered, rows: Rows, row: int, part: int, replicas: "_ReplicaNumbers") -> int:
         """Return the part of the whole that a result of a subscriber's own ``measure`` is of."""
         if registered.subscriber.merge == "ranks":
-            return replicas.of(*rows.keys[row])
+            return replicas.of(*rows.index.keys[row])
         return 0 if row in rows.shards and registered.subscriber.needs_whole else part
 
     @staticmethod
@@ -137,7 +137,7 @@ class Translation:
         """Return the keys of which a subscriber needs the records of each rank."""
         return frozenset(
             (site.kind, site.module, path)
-            for site, path in map(rows.keys.__getitem__, rows.measured_rows())
+            for site, path in map(rows.index.keys.__getitem__, rows.measured_rows())
             if (task := rows.plan.task(site.kind, site.module)) is not None
             and any(s.subscriber.per_rank for s in task.subscriptions)
         )
@@ -158,7 +158,7 @@ class Translation:
                 row_of[i] = row
                 if results:
                     measured[row] = results
-        rows.values = empty_rows(len(rows.keys))
+        rows.values = empty_rows(len(rows.index.keys))
         rows.values[list(row_of.values())] = merged.values[list(row_of)]
         rows.codes = {row_of[i]: codes for i, codes in merged.codes.items() if i in row_of}
         rows.reductions = {row_of[i]: reduction for i, reduction in merged.reductions.items() if i in row_of}

@@ -274,18 +274,18 @@ class Session:
                 warn_of_worker(name)
             return
         tracker = self.context.tracker
-        self.logged.add(name, value, tracker.pass_stamp(tracker.pass_name), tracker.counters.global_step - 1, step)
+        self.logged.add(name, value, tracker.pass_stamp(tracker.pass_name), tracker.counters.next.global_step - 1, step)
 
     def load_counters(self, state: dict[str, int], continued: Continued | None = None) -> None:
         """Continue to count from a checkpoint, which may be of an earlier step, and continue a stored run."""
         counters = self.context.tracker.counters
-        before = counters.global_step
+        before = counters.next.global_step
         counters.load_state_dict(state)
         if continued is not None:
             self.bus.continued = continued
         elif self.bus.continued is not None and self.bus.run is None:
-            self.bus.continued = replace(self.bus.continued, step=counters.global_step)
-        self.logged.rewind(counters.global_step)
-        if counters.global_step < before and self.bus.run is not None:
+            self.bus.continued = replace(self.bus.continued, step=counters.next.global_step)
+        self.logged.rewind(counters.next.global_step)
+        if counters.next.global_step < before and self.bus.run is not None:
             self.bus.drain(wait=True)
-            self.bus.run.rewind(counters.global_step)
+            self.bus.run.rewind(counters.next.global_step)

@@ -69,7 +69,7 @@ class SamplingPlans(Demand):
         if tracker.stamp.completes:
             return 0
         counters = tracker.counters
-        return min(self.steps_until_sample(counters.global_step), counters.steps_left - 1)
+        return min(self.steps_until_sample(counters.next.global_step), counters.steps_left - 1)
 
     def of_next_step(self) -> Plan:
         """Return the plan of the open step, or of the next one."""
@@ -100,7 +100,7 @@ class SamplingPlans(Demand):
     def change_sampling(self, paused: bool | None = None, every: int | None = -1) -> None:
         """Change what is sampled from the next step on; see `Sampling.change`."""
         tracker = self._context.tracker
-        next_step = tracker.counters.global_step + (tracker.state is not State.IDLE)
+        next_step = tracker.counters.next.global_step + (tracker.state is not State.IDLE)
         self._bus.sampling.change(next_step, paused, every)
         self.reset()
         self.demand_changed()

@@ -184,7 +184,10 @@ def layout_value(groups: Iterable[tuple[Series, int]], network: Iterable[Series]
     """
     kinds = {series.kind: series for series in network}
     shown = sorted(kinds.values(), key=lambda series: network_order(series.kind, series.quantity))
-    charts = [_chart(series.quantity.label(series.kind), _of_network(series)) for series in shown]
+    charts = [
+        _chart(series.quantity.label(series.kind), f"^{re.escape(series_tag(Series(series.kind)))}(\\..*)?$")
+        for series in shown
+    ]
     layers = [_chart(*_of_group(series, count)) for series, count in groups]
     layout = Layout(category=[Category(title="Network", chart=charts), Category(title="Layers", chart=layers)])
     tensor = TensorProto(
@@ -198,10 +201,6 @@ def layout_value(groups: Iterable[tuple[Series, int]], network: Iterable[Series]
 
 def _chart(title: str, tag: str) -> Chart:
     return Chart(title=title, multiline=MultilineChartContent(tag=[tag]))
-
-
-def _of_network(series: Series) -> str:
-    return f"^{re.escape(series_tag(Series(series.kind)))}(\\..*)?$"
 
 
 def _of_group(series: Series, count: int) -> tuple[str, str]:

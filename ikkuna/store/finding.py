@@ -1,11 +1,25 @@
 """A mistake that a rule or a check has found."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ikkuna.errors import ConfigError, unknown_name
 from ikkuna.printable import printable
+from ikkuna.store.checks import (
+    MAX_INT,
+    Check,
+    integer,
+    known_fields,
+    list_of,
+    none,
+    number,
+    one_of,
+    pair_of,
+    refused,
+    text,
+)
 from ikkuna.store.sparkline import text_sparkline
 
 SEVERITIES = ("info", "warning", "error")
@@ -172,3 +186,30 @@ class Finding:
     def as_page(self) -> str:
         """Return the finding as a page of Markdown."""
         return "\n\n".join((f"**{self}**", *self.lines()))
+
+
+def _severity(value: Any, place: str) -> Any:
+    if value not in SEVERITIES:
+        raise refused(place, f"one of {', '.join(SEVERITIES)}", value)
+    return value
+
+
+_STEP, _TEXTS = integer(-MAX_INT), list_of(text)
+FIELDS: Mapping[str, Check] = {
+    **dict.fromkeys(("rule", "message", "advice", "class_name", "source"), text),
+    "severity": _severity,
+    **dict.fromkeys(("module", "kind"), one_of(none, text)),
+    **dict.fromkeys(("step", "ended"), one_of(none, _STEP)),
+    **dict.fromkeys(("modules", "consequences", "against"), _TEXTS),
+    "again": list_of(_STEP),
+    "value": one_of(none, number),
+    "limits": one_of(none, pair_of(number, number)),
+    "evidence": list_of(pair_of(one_of(_STEP, text), number)),
+    "version": _STEP,
+}
+"""The checks of the fields of a finding that is read from a file."""
+
+
+def finding_of(entry: Any, place: str = "a finding") -> Finding:
+    """Return a finding from its fields in a file; raise `ValueError` if one is missing or has a wrong type."""
+    return Finding(**known_fields(entry, place, FIELDS, ("rule", "severity", "message")))

@@ -214,11 +214,6 @@ def suppressed(*types: type[BaseException]) -> Iterator[None]:
 class FailureCounter:
     """Counts consecutive failures, separately for each key.
 
-    Parameters
-    ----------
-    limit : int
-        Number of consecutive failures after which :meth:`is_exhausted` returns ``True``.
-
     Attributes
     ----------
     counts : dict of Hashable to int
@@ -226,16 +221,15 @@ class FailureCounter:
 
     Examples
     --------
-    >>> failures = FailureCounter(limit=2)
-    >>> failures.add("measure"), failures.add("measure"), failures.is_exhausted("measure")
-    (1, 2, True)
+    >>> failures = FailureCounter()
+    >>> [failures.add("measure") for _ in range(10)][-1], failures.is_exhausted("measure")
+    (10, True)
     >>> failures.reset("measure")
     >>> failures.is_exhausted("measure")
     False
     """
 
-    def __init__(self, limit: int = 10) -> None:
-        self.limit = limit
+    def __init__(self) -> None:
         self.counts: dict[Hashable, int] = {}
 
     def add(self, key: Hashable = None) -> int:
@@ -248,8 +242,8 @@ class FailureCounter:
         self.counts.pop(key, None)
 
     def is_exhausted(self, key: Hashable = None) -> bool:
-        """Return whether `key` has failed `limit` times in a row."""
-        return self.counts.get(key, 0) >= self.limit
+        """Return whether `key` has failed 10 times in a row."""
+        return self.counts.get(key, 0) >= 10
 
     @staticmethod
     def is_logged(count: int) -> bool:

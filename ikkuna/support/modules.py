@@ -122,6 +122,25 @@ def _class_name(mro: tuple[type, ...]) -> str:
     return name
 
 
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Return whether a model compares each output with the label of the next position.
+
+    This holds for causal language models of transformers, which are recognised by the names of their classes.
+
+    Examples
+    --------
+    >>> class GPT2LMHeadModel(nn.Module): ...
+    >>> shifts_labels(GPT2LMHeadModel()), shifts_labels(nn.Linear(2, 2))
+    (True, False)
+    """
+    config = getattr(model, "config", None)
+    names = (cls.__name__ for cls in type(model).__mro__)
+    return any(name.endswith(_CAUSAL) for name in names) and not getattr(config, "is_encoder_decoder", False)
+
+
 def named_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the name and the unwrapped module of each direct child, except the container of parametrisations."""
     for name, child in module._modules.items():

@@ -10,13 +10,14 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
 from torch.utils import _pytree
 
 pytree = _pytree
@@ -52,6 +53,17 @@ _TENSOR_FUNCTIONS = (
 
 GLOBAL_FORWARD_HOOKS: dict[int, Any] = getattr(nn.modules.module, "_global_forward_hooks", {})
 """The forward hooks of all modules; without it, none: one that replaces an output by a view of a shared tensor is not noticed."""
+
+has_global_hooks: Callable[[], bool] = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
+"""Return whether hooks of all modules are registered; without it, ``False``: they also see the calls that checks make."""
+
+own_hooks: Callable[[Optimizer], dict[int, Callable[..., Any]]] = (
+    attrgetter("_optimizer_step_pre_hooks") if hasattr(Optimizer, "register_step_pre_hook") else lambda optimizer: {}
+)
+"""Return the hooks that an optimizer itself has before its step, by the numbers of their handles; without them, none."""
+
+BACKWARD_CALL: CodeType | None = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
+"""The code that starts a backward; without it, ``None``: the stack does not show what a backward starts from."""
 
 set_grad_enabled: Callable[[bool], object] = getattr(_C, "_set_grad_enabled", torch.set_grad_enabled)
 """Switch gradients on this thread on or off; without it, the documented class, which does the same and is slower."""
@@ -210,12 +222,8 @@ def saves_tensors_elsewhere() -> bool:
     return top is not None and top(True) is not None
 
 
-def _ends_nowhere(node: Any) -> bool:
-    return False
-
-
 def nodes_behind(
-    first: Iterable[Any], most: float = math.inf, ends: Callable[[Any], bool] = _ends_nowhere
+    first: Iterable[Any], most: float = math.inf, ends: Callable[[Any], bool] = lambda node: False
 ) -> Iterator[Any]:
     """Yield nodes of a graph of autograd and those behind them, each once, the nearest first.
 

@@ -28,7 +28,7 @@ def gradients(enabled: bool) -> Switch:
 
 
 @contextmanager
-def undisturbed(model: nn.Module, batches: Any = (), *, train: bool = False, autograd: bool = False) -> Iterator[None]:
+def undisturbed(model: nn.Module, *, train: bool = False, autograd: bool = False) -> Iterator[None]:
     """Run the body with `model` in evaluation mode and restore its state afterwards, also after an exception.
 
     The training flag of every module, the buffers and all random states are restored, and FSDP2 modules free the
@@ -38,8 +38,6 @@ def undisturbed(model: nn.Module, batches: Any = (), *, train: bool = False, aut
     ----------
     model : nn.Module
         The model; its methods ``train`` and ``eval`` are not called, because a user may have overridden them.
-    batches : iterable, optional
-        A data loader whose generators are restored, too (see :func:`undisturbed_randomness`).
     train : bool
         Use training mode instead of evaluation mode.
     autograd : bool
@@ -47,7 +45,7 @@ def undisturbed(model: nn.Module, batches: Any = (), *, train: bool = False, aut
         ``requires_grad`` flag.  Otherwise autograd is off.
     """
     with torch.inference_mode(False), _undoing() as undo:
-        _enter(undo, model, batches, train, autograd)
+        _enter(undo, model, (), train, autograd)
         yield
 
 

@@ -16,15 +16,15 @@ from torch.overrides import TorchFunctionMode
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage, NetworkMessage
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
+from ikkuna.numerics.attention import AttentionRow, attention_means, attention_row, scores_row
 from ikkuna.numerics.elements import has_numbers
-from ikkuna.numerics.layers import AttentionRow, attention_means, attention_row, scores_row
 from ikkuna.support.modules import class_name, named_modules
 from ikkuna.support.undisturbed import gradients, switched
 from ikkuna_subscribers._helpers import ProbeSubscriber, require_integers
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of `ikkuna.numerics.layers.attention_row` for one call of an attention."""
+    """The arguments of `ikkuna.numerics.attention.attention_row` for one call of an attention."""
 
     query: Tensor
     key: Tensor
@@ -106,7 +106,9 @@ def _allowed(mask: Tensor | None, padding: Tensor | None, shape: tuple[int, int,
         parts.append(padding[:, None, None, :])
     if not parts:
         return None
-    parts = [_padded(part, keys) for part in parts]
+    parts = [
+        nn.functional.pad(part, (0, keys - part.shape[-1])) for part in parts
+    ]  # keys that the module appends are allowed
     if all(part.dtype is torch.bool for part in parts):
         return ~parts[0] if len(parts) == 1 else ~(parts[0] | parts[1])
     bias = [
@@ -114,11 +116,6 @@ def _allowed(mask: Tensor | None, padding: Tensor | None, shape: tuple[int, int,
         for p in parts
     ]
     return bias[0] if len(bias) == 1 else bias[0] + bias[1]
-
-
-def _padded(part: Tensor, keys: int) -> Tensor:
-    """Extend a mask so that the keys that the module appends are allowed."""
-    return nn.functional.pad(part, (0, keys - part.shape[-1]))
 
 
 Visit = Callable[[str, AttentionCall], object]

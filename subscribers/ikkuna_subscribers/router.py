@@ -12,8 +12,8 @@ from torch import Tensor
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import MeasuredStep, Message, ModuleMessage, NetworkMessage, Stamp
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
+from ikkuna.numerics.attention import dispatch_row, router_figures, router_row
 from ikkuna.numerics.elements import readable
-from ikkuna.numerics.layers import dispatch_row, router_figures, router_row
 from ikkuna.numerics.prediction import z_loss_row
 from ikkuna_subscribers._helpers import require_integers
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
@@ -103,13 +102,11 @@ class RatioSubscriber(PlotSubscriber):
 
     def compute_batch(self, batch: MessageBatch) -> None:
         """Emit the ratios of all modules."""
-        dividend, divisor = map(_magnitudes, batch.parts.values())
+        dividend, divisor = (
+            each.data if isinstance(each.data, np.ndarray) else each.records.l2_norm for each in batch.parts.values()
+        )
         with np.errstate(all="ignore"):
             self.emit_batch(batch, np.where(divisor != 0, dividend / divisor, math.nan), self.publishes[0])
-
-
-def _magnitudes(batch: MessageBatch) -> NDArray[np.float64]:
-    return batch.data if isinstance(batch.data, np.ndarray) else batch.records.l2_norm
 
 
 class TrustRatioSubscriber(UpdateSubscriber):

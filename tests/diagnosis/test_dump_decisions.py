@@ -24,8 +24,8 @@ from ikkuna.flight_recorder.recorder import (
     CoolDown,
     NonFiniteTrigger,
 )
+from ikkuna.metrics.messages.batch import StepLosses
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS
-from ikkuna.metrics.subscriber.base import StepLosses
 from ikkuna.numerics.spike_score import SpikeScore
 from ikkuna.numerics.statistics import FIELDS, HISTOGRAMS
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, row_of

@@ -328,6 +328,11 @@ def test_a_file_that_grows_in_memory_or_runs_code_is_refused(tmp_path, name, con
         ("files", {"../x.npz": {}}, "must be the name of a file"),
         ("files", {"rows.npz": {"bytes": "1", "crc32": 0}}, r"'bytes' of 'files' of .*\['rows.npz'\] must be an int"),
         ("findings", [{"rule": "x", "severity": "fatal", "message": ""}], "must be one of info, warning, error"),
+        (
+            "findings",
+            [{"rule": "x", "severity": "info", "message": "", "limits": [1]}],
+            "'limits' of 'findings' of .* a list of two",
+        ),
         ("rules", [{"name": "loss_spike", "patience": "x"}], "'patience' of 'rules' of .* must be an int"),
         ("options", {}, "has no field 'every'"),
         ("left_out", [1], "'left_out' of .* must be a dict"),

@@ -20,12 +20,12 @@ from ikkuna.diagnosis.check import _judge_session, _shown_sessions, check, findi
 from ikkuna.diagnosis.findings import FindingList
 from ikkuna.diagnosis.history import GRADIENTS
 from ikkuna.diagnosis.judge import LOSS_BETWEEN, Alarm
-from ikkuna.diagnosis.mistakes import EXPLAINS
+from ikkuna.diagnosis.mistakes import EXPLAINS, LOSS_FLOOR, UNBOUNDED_LOSS
 from ikkuna.diagnosis.stored_values import RuleValuesFormat, ValueGroup
 from ikkuna.errors import ConfigError, ConfigTypeError, PluginError
 from ikkuna.metrics.live_rules import RuleSubscriber
+from ikkuna.metrics.messages.batch import StepLosses
 from ikkuna.metrics.messages.stamp import Stamp
-from ikkuna.metrics.subscriber.base import StepLosses
 from ikkuna.store import read_run
 from ikkuna.store.names import SeriesGroup
 from ikkuna.store.values import ModuleEntry
@@ -163,6 +163,15 @@ def test_a_finding_of_a_check_gets_its_step_and_module_and_is_returned_if_it_is_
     assert added == Finding("checked", "error", "It is wrong.", module, step=3, class_name=facts[0], source=facts[1])
     assert judge.add_finding(Finding("checked", "error", "It is wrong.", "c"), 4) is None
     assert [finding.modules for finding in judge.findings] == [(module, "c") if module else ("c",)]
+
+
+@pytest.mark.parametrize(("maximize", "rules"), [(0.0, ["unbounded_loss", "loss_floor"]), (1.0, ["loss_floor"])])
+def test_a_mistake_of_a_minimum_is_dropped_if_an_optimizer_maximises_the_loss(maximize, rules):
+    judge = Judge(get_rules("unbounded_loss"))
+    judge.defer("optimizer_maximize", None, 0, maximize)
+    for mistake in (UNBOUNDED_LOSS, LOSS_FLOOR):
+        judge.add_finding(mistake.found(1.0), 0)
+    assert [finding.rule for finding in judge.findings] == rules
 
 
 def test_a_consequence_is_folded_into_its_cause_whichever_comes_first():

@@ -49,7 +49,7 @@ def test_a_spike_of_one_step_is_found_and_its_step_is_measured(every, index, wit
             if step == at:
                 update = (model[0].weight.detach() - before).norm().item()
                 expected = {("weight_gradients", "0"): gradient, ("weight_updates", "0"): update}
-            assert watched._session.context.tracker.counters.global_step == step + 1 if step == at else True
+            assert watched._session.context.tracker.counters.next.global_step == step + 1 if step == at else True
     [finding] = watched.findings
     assert (finding.rule, finding.step, finding.value) == ("loss_spike", at, losses[at])
     assert (at, losses[at]) in finding.evidence

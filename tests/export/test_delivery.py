@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from ikkuna.export.messages import MessageBus, NetworkMessage, Stamp
 from ikkuna.export.subscriber import Subscriber
 from ikkuna.metrics.bus.delivery import Event, Finished, Item, Losses
-from ikkuna.metrics.messages.batch import MessageBatch
-from ikkuna.metrics.subscriber.base import StepLosses
+from ikkuna.metrics.messages.batch import MessageBatch, StepLosses
 from tests.export.test_rows import STAMP, Case, Ranks, Summing
 
 

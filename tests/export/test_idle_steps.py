@@ -125,7 +125,12 @@ def log_value(exporter, model, x, optimizers, number, seen):
     exporter.log("value", number)
     tracker = exporter._session.context.tracker
     seen.append(
-        (str(tracker.pass_stamp("training")), tracker.state, tracker.latest is None, len(tracker.calls[0].running))
+        (
+            str(tracker.pass_stamp("training")),
+            tracker.state,
+            tracker.forwards.latest is None,
+            len(tracker.calls[0].running),
+        )
     )
 
 

@@ -211,7 +211,7 @@ def test_steps_and_epochs_are_counted_as_in_a_list(calls, per_epoch):
             assert counters.step_opened(call == "open") is not announced
             announced, opened = True, opened or call == "open"
         total, here, number = sum(epochs), epochs[-1], len(epochs) - 1
-        assert (counters.global_step, counters.train_step, counters.epoch) == (total, here, number)
+        assert (counters.next.global_step, counters.next.train_step, counters.next.epoch) == (total, here, number)
         assert counters.state_dict() == {"global_step": total, "train_step": here, "epoch": number}
         assert counters.epoch_has_begun is (opened or here > 0)
         assert counters.steps_left == (math.inf if per_epoch is None else per_epoch - here)
@@ -235,9 +235,9 @@ def test_wrong_numbers_are_refused_and_change_nothing():
     for state in ({}, {**right, "more": 0}, [], None, {**right, "epoch": -1}, {**right, "epoch": 1.0}):
         with pytest.raises(ConfigError, match="needs what state_dict"):
             counters.load_state_dict(state)
-    assert counters.global_step == 1
+    assert counters.next.global_step == 1
     counters.load_state_dict(right)
-    assert counters.global_step == 0
+    assert counters.next.global_step == 0
 
 
 @pytest.fixture

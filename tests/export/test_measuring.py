@@ -54,7 +54,7 @@ def means(case, parts=()):
     rows.complete()
     return {
         (site.kind, site.module, path): tuple(rows.values[row, [COLUMN["n"], COLUMN["mean"]]])
-        for row, (site, path) in enumerate(rows.keys[: len(rows.values)])
+        for row, (site, path) in enumerate(rows.index.keys[: len(rows.values)])
         if rows.values[row, COLUMN["n"]]
     }
 
@@ -301,7 +301,7 @@ def test_a_measurement_of_several_tensors_that_fails_or_has_no_result_costs_its_
     case.recorder.measure_each([((Site("weights", name), ""), X) for name in "abc"])
     rows = case.recorder.rows
     case.recorder.close()
-    assert [rows.keys[row][0].module for row in rows.measured] == ["b"]
+    assert [rows.index.keys[row][0].module for row in rows.measured] == ["b"]
     assert (len(failing.calls), case.bus.error_guard.errors) == (3, 1)
     case.bus.close()
 

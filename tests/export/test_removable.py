@@ -71,7 +71,7 @@ def test_parameters_are_copied_only_in_sampled_steps(watched, monkeypatch):
     tracker = exporter._session.context.tracker
 
     def noted(function):
-        return lambda *args: copies.add(tracker.counters.global_step) or function(*args)
+        return lambda *args: copies.add(tracker.counters.next.global_step) or function(*args)
 
     monkeypatch.setattr(parameter_table, "_clone_or_memory", noted(clone))
     monkeypatch.setattr(ParameterList, "take", noted(take))

@@ -187,7 +187,7 @@ def test_a_row_has_the_same_number_in_all_steps(case):
     for _ in range(3):
         case.see([1.0], site=WEIGHTS)
         case.see([1.0])
-        rows.add(tuple(case.recorder.rows.keys))
+        rows.add(tuple(case.recorder.rows.index.keys))
         case.close()
         case.open()
     assert len(rows) == 1
@@ -562,7 +562,7 @@ def test_a_total_has_its_own_path_and_loses_its_scale(case, scale, expected):
     if scale is not None:
         scale.zero_()  # a scaler goes on
     case.recorder.close().complete()
-    found = {rows.keys[row][1]: rows.values[row, COLUMN["mean"]] for row in rows.measured_rows()}
+    found = {rows.index.keys[row][1]: rows.values[row, COLUMN["mean"]] for row in rows.measured_rows()}
     assert found == {"whole": expected}
 
 
@@ -574,7 +574,7 @@ def test_a_total_that_is_another_loss_is_left_out(case, other, paths):
     rows = case.recorder.rows
     rows.drop_if_equal(LOSS, "whole", "")
     case.recorder.close().complete()
-    assert {rows.keys[row][1] for row in rows.measured_rows()} == paths
+    assert {rows.index.keys[row][1] for row in rows.measured_rows()} == paths
 
 
 class Copy:

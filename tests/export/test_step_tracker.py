@@ -354,10 +354,10 @@ def test_compiled_forwards_are_reached_from_the_last_to_the_first():
     script = Script()
     for _ in "ab":
         script.tracker.forward_begins(0, is_compiled=True)
-    latest = script.tracker.latest_compiled
-    assert latest is script.tracker.latest
+    latest = script.tracker.forwards.latest_compiled
+    assert latest is script.tracker.forwards.latest
     script.tracker.backward_reached(latest)
-    assert script.tracker.latest_compiled is not latest
+    assert script.tracker.forwards.latest_compiled is not latest
     assert not script.tracker.calls[0].running
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 import ikkuna
-from ikkuna.backends.file_backend import FileBackend
+from ikkuna.backends.backend import FileBackend
 from ikkuna.diagnosis import RecorderOptions
 from ikkuna.export.subscriber import LossSubscriber, NormSubscriber
 from ikkuna.store.writer import FileWriter

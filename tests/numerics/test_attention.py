@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics import layers
-from ikkuna.numerics.layers import attention_means, attention_row, scores_row
+from ikkuna.numerics import attention
+from ikkuna.numerics.attention import attention_means, attention_row, scores_row
 
 
 def random(*shape, seed=0):
@@ -43,7 +43,7 @@ def check(row, expected):
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 @pytest.mark.parametrize("block", [1 << 22, 100])
 def test_plain_and_grouped_attention(key_heads, block, monkeypatch):
-    monkeypatch.setattr(layers, "_BLOCK", block)
+    monkeypatch.setattr(attention, "_BLOCK", block)
     q, k = random(2, 4, 17, 8), random(2, key_heads, 13, 8, seed=1)
     check(attention_row(q, k), dense(q, k))
     check(attention_row(q, k, scale=2.0), dense(q, k, scale=2.0))
@@ -52,7 +52,7 @@ def test_plain_and_grouped_attention(key_heads, block, monkeypatch):
 
 @pytest.mark.parametrize("block", [1 << 22, 100])
 def test_masks_and_biases(block, monkeypatch):
-    monkeypatch.setattr(layers, "_BLOCK", block)
+    monkeypatch.setattr(attention, "_BLOCK", block)
     q, k = random(2, 3, 11, 8), random(2, 3, 11, 8, seed=1)
     causal = torch.ones(11, 11, dtype=torch.bool).tril()
     check(attention_row(q, k, is_causal=True), dense(q, k, causal))

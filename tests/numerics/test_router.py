@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.layers import dispatch_row, router_figures, router_row
+from ikkuna.numerics.attention import dispatch_row, router_figures, router_row
 
 
 def reference(logits, top_k, capacity_factor=None):

@@ -10,7 +10,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
 
-from ikkuna.backends.file_backend import WallClock
+from ikkuna.backends.backend import WallClock
 from ikkuna.store import event_format
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)

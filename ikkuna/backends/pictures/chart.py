@@ -374,11 +374,10 @@ class Chart:
 
 
 class HistogramChart:
-    """The histograms of the first `most` modules of one kind in one pass."""
+    """The histograms of the first 12 modules of one kind in one pass."""
 
-    def __init__(self, series: Series, most: int = 12) -> None:
+    def __init__(self, series: Series) -> None:
         self._series = series
-        self._most = most
         self._names: set[str | None] = set()
         self._histories: dict[str | None, HistogramHistory] = {}
 
@@ -386,7 +385,7 @@ class HistogramChart:
         """Add the histograms of a step, by module."""
         self._names.update(values)
         for name, histogram in values.items():
-            if name not in self._histories and len(self._histories) < self._most:
+            if name not in self._histories and len(self._histories) < 12:
                 self._histories[name] = HistogramHistory()
             if name in self._histories:
                 self._histories[name].add(step, histogram)  # type: ignore[arg-type]  # the argument of add_histogram()

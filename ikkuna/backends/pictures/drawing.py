@@ -32,7 +32,7 @@ _BLUE = "#0072b2"
 _LARGEST_LIMIT = 1e100  # the square of a limit of an axis must not overflow
 
 
-def escaped(text: str, limit: int = 44) -> str:
+def escaped(text: str) -> str:
     r"""Return :func:`printable` text that matplotlib shows in titles and legends letter by letter.
 
     Matplotlib reads a formula between dollar signs, and leaves out of legends what begins with an underscore.
@@ -42,7 +42,7 @@ def escaped(text: str, limit: int = 44) -> str:
     >>> escaped("a$b$"), escaped("_private")
     ('a\\$b\\$', ' _private')
     """
-    shown = printable(text, limit).replace("$", r"\$")
+    shown = printable(text, 44).replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
 

@@ -206,7 +206,7 @@ class RedrawThread:
             count = self._failures.add(name)
             if count == 1:
                 log.exception("the picture %s cannot be drawn", name)
-            if count == self._failures.limit:
+            if self._failures.is_exhausted(name):
                 log.error("the picture %s failed %d times in a row and is no longer drawn", name, count)
         else:
             self._failures.reset(name)

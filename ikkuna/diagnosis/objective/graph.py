@@ -78,9 +78,9 @@ class ObjectiveGraph:
         return any(each in self.parameters for each in parameters)
 
 
-def nearest_parameters(node: Any, most: int = 200) -> Iterator[int]:
-    """Yield the ids of the leaves behind a node, the nearest first."""
-    for each in nodes_behind([node], most):
+def nearest_parameters(node: Any) -> Iterator[int]:
+    """Yield the ids of the leaves among the 200 nodes behind a node, the nearest first."""
+    for each in nodes_behind([node], 200):
         if (variable := getattr(each, "variable", None)) is not None:
             yield id(variable)
 
@@ -177,8 +177,8 @@ def _terms_behind(node: Any, samples: int | None) -> list[Term] | None:
         if not waiting:
             return found
         path = waiting.pop()
-        behind = _STEPS.get(operation(path.node), _no_step)(path)
-        if behind is None:
+        step = _STEPS.get(operation(path.node))
+        if step is None or (behind := step(path)) is None:
             found.append(Term(*_loss_reduced(path, samples)[:-1]))
         else:
             waiting += [_reduced(path, each, samples) for each in behind]
@@ -213,10 +213,6 @@ def _loss_reduced(path: _Path, samples: int | None) -> _Path:
 # -- steps that multiply by constants ----------------------------------------------------------------------------------
 
 
-def _no_step(path: _Path) -> list[_Path] | None:
-    return None
-
-
 def _same(path: _Path) -> list[_Path] | None:
     return [path.behind(node) for node, _ in path.node.next_functions if node is not None]
 
@@ -230,7 +226,7 @@ def _times(path: _Path, node: Any, index: int, low: float, high: float) -> _Path
 
 
 def _sum(path: _Path) -> list[_Path] | None:
-    """Step through a sum or a difference."""
+    """Step through a sum, a difference, or a repetition, which is a sum of one argument."""
     name, found = operation(path.node), []
     alpha = saved_by(path.node, "alpha")
     second = float(1 if alpha is None else alpha)
@@ -283,16 +279,11 @@ def _mean(path: _Path) -> list[_Path] | None:
     return [path.behind(node, factor, factor)]
 
 
-def _expanded(path: _Path) -> list[_Path] | None:
-    return [_times(path, node, index, 1.0, 1.0) for node, index in path.node.next_functions if node is not None]
-
-
 _STEPS: dict[str, Callable[[_Path], list[_Path] | None]] = {
     **dict.fromkeys(_SAME, _same),
-    **dict.fromkeys(("Add", "Sub", "Rsub"), _sum),
+    **dict.fromkeys(("Add", "Sub", "Rsub", "Expand"), _sum),
     **dict.fromkeys(("Mul", "Div"), _product),
     "Sum": _same,
     "Mean": _mean,
     "Neg": _negative,
-    "Expand": _expanded,
 }

@@ -238,9 +238,7 @@ def _signs(call: LossCall, target: Tensor) -> Given | None:
     return Given(f"{_percent(others)} of its elements are others, such as {example:.3g}", advice, severity, example)
 
 
-def _between(
-    low: float, high: float, at_most: str = "error", advice: str = ""
-) -> Callable[[LossCall, Tensor], Given | None]:
+def _between(low: float, high: float, at_most: str = "error") -> Callable[[LossCall, Tensor], Given | None]:
     """Return a judge of a range; NaN has rules of its own."""
 
     def judge(call: LossCall, value: Any) -> Given | None:
@@ -249,7 +247,7 @@ def _between(
         if not bool(outside.any()):
             return None
         ends = f"from {float(x.min()):.3g} to {float(x.max()):.3g}"
-        better = advice
+        better = ""
         if low == 0 and high == 1 and bool(((x == -1) | (x == 1)).all()):
             better = "convert labels of -1 and 1 with (labels + 1) / 2"
         elif low == 0 and high == 1 and bool((x >= 0).all()):

@@ -166,7 +166,8 @@ def _least_change(trial: Trial, change: Callable[[Trial, int], float]) -> float:
     is_decided = isinstance(labels, Tensor) and (
         (labels.ndim == 1 and tokens.shape[:1] == labels.shape != tokens.shape[1:2]) or is_shifted(labels, tokens, 1)
     )
-    if found and not is_decided and _has_time_first(trial):
+    has_time_first = any(getattr(module, "batch_first", True) is False for module in trial.names)
+    if found and not is_decided and has_time_first:
         with suppress(CannotJudgeError):  # the second axis is not that of samples either
             found = min(found, change(trial, 1))
     return found
@@ -218,10 +219,6 @@ def _require_samples(trial: Trial) -> None:
     norms = [m for m in trial.first_step.record.called if isinstance(m, BATCH_NORMS)]
     if any(not norm.track_running_stats for norm in norms):
         raise CannotJudgeError("the model has batch norms without running statistics, which mix samples on purpose")
-
-
-def _has_time_first(trial: Trial) -> bool:
-    return any(getattr(module, "batch_first", True) is False for module in trial.names)
 
 
 def _change_by_others(trial: Trial, preferred: int) -> float:

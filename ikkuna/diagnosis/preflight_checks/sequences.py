@@ -13,6 +13,7 @@ from ikkuna.diagnosis.preflight_checks.dependence import changing_module, relati
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.trial import Trial
 from ikkuna.store.finding import Finding
+from ikkuna.support.modules import shifts_labels
 
 
 def time_leak(trial: Trial) -> Iterator[Finding]:
@@ -69,9 +70,7 @@ def _predicted_axis(trial: Trial, batch: Batch, tokens: Tensor) -> int | None:
     labels = labels.view(tokens.shape)
     if batch.loss_inside:
         known = labels >= 0
-        named = "ForCausalLM" in type(trial.model).__name__ or type(trial.model).__name__.startswith("GPT2LMHead")
-        encoder = getattr(getattr(trial.model, "config", None), "is_encoder_decoder", False)
-        return 1 if named and not encoder and bool((labels == tokens)[known].all()) else None
+        return 1 if shifts_labels(trial.model) and bool((labels == tokens)[known].all()) else None
     shifted = partial(is_shifted, labels, tokens)
     return next((axis for axis in (1, 0) if tokens.shape[axis] > 2 and shifted(axis)), None)
 
@@ -140,7 +139,7 @@ def is_at(labels: Tensor, tokens: Tensor, offset: int) -> bool:
 
 def _inner_shift(trial: Trial) -> int:
     """Return by how much a model shifts the labels: the causal language models of transformers by one."""
-    if "ForCausalLM" in type(trial.model).__name__ or type(trial.model).__name__.startswith("GPT2LMHead"):
+    if shifts_labels(trial.model):
         return 1
     raise CannotJudgeError("the model computes its loss itself")
 

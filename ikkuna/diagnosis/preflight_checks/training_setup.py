@@ -39,7 +39,9 @@ def restored(owners: Iterable[nn.Module], *, values: bool = True) -> Iterator[No
     (False, False)
     """
     modules = {id(module): module for owner in owners for module in owner.modules()}.values()
-    attributes = [(module, dict(vars(module)), _contents(module)) for module in modules]
+    attributes = [
+        (module, dict(vars(module)), {key: dict(vars(module)[key]) for key in _CONTAINERS}) for module in modules
+    ]
     parameters = {
         id(t): t for module in modules for t in module._parameters.values() if t is not None and values
     }.values()
@@ -53,10 +55,6 @@ def restored(owners: Iterable[nn.Module], *, values: bool = True) -> Iterator[No
                 _restore(before[name], content)
         for parameter, value in copies:
             _restore_values(parameter, value)
-
-
-def _contents(module: nn.Module) -> dict[str, dict[str, Any]]:
-    return {name: dict(vars(module)[name]) for name in _CONTAINERS}
 
 
 def _restore(now: dict[str, Any], before: dict[str, Any]) -> None:

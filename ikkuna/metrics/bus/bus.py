@@ -119,7 +119,6 @@ class MessageBus(Delivery):
         self.name = name
         self.log_dir = log_dir
         self._is_registering = False
-        self._trial: Run | None = None  # checks the backends of the subscribers that are registered together
         self._places: dict[int, _Place] = {}  # by the ids of the sources, in the order of their attachment
         self.sampling = Sampling()
         self.is_silent = False
@@ -173,10 +172,7 @@ class MessageBus(Delivery):
             )
         subscriber.check()
         self._check_registration(subscriber)
-        trial = self._trial or Run(self.log_dir or "run")
-        trial.prepare(subscriber.backends)
-        if self._is_registering:
-            self._trial = trial
+        Run(self.log_dir or "run").prepare(subscriber.backends)  # raises if a value could not be shown
         subscriber._host = self
         if subscriber.takes_model:
             self._lend_model(subscriber)
@@ -197,8 +193,6 @@ class MessageBus(Delivery):
             yield
         finally:
             self._is_registering = outer
-            if not outer:
-                self._trial = None
             self._demand_changed()
 
     def _check_registration(self, subscriber: Subscriber) -> None:

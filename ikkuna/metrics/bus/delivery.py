@@ -19,13 +19,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ikkuna.backends.run import AddedValues, Run
+from ikkuna.backends.backend import AddedValues
+from ikkuna.backends.run import Run
 from ikkuna.metrics.bus.error_guard import ErrorGuard
-from ikkuna.metrics.messages.batch import MeasuredStep, MessageBatch
+from ikkuna.metrics.messages.batch import MeasuredStep, MessageBatch, StepLosses
 from ikkuna.metrics.messages.kinds import EVENT_KINDS
 from ikkuna.metrics.messages.message import Message, NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
-from ikkuna.metrics.subscriber.base import Later, Result, StepLosses, Subscriber
+from ikkuna.metrics.subscriber.base import Subscriber
+from ikkuna.metrics.subscriber.host import Later, Result
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.support.failures import FailureCounter, log
 

@@ -228,3 +228,47 @@ class MeasuredStep:
     def __iter__(self) -> Iterator[MessageBatch]:
         """Iterate over the batches, one for each kind."""
         return iter(self._make())
+
+
+@dataclass(slots=True)
+class StepLosses:
+    """The losses of training steps in a row, and the norms of some of their gradients.
+
+    Parameters
+    ----------
+    first : Stamp, optional
+        The first of the steps.
+    losses : list of float
+        The losses.
+    gradients : dict of int to float
+        By the number of a step among them the global norm of the gradients that the optimizer has received, where it was read.
+    objectives : dict of int to float
+        In the same way what ``backward()`` was called on, where that is another number than what the loss module has returned.
+    rates : list of list
+        The learning rates of the parameter groups of each step; perhaps those of one step more.
+    names : tuple of str
+        The names of the groups.
+    began : float
+        The time of the end of the step before, in seconds of the clock.
+    ends : list of float
+        The time of the end of each step.
+    """
+
+    first: Stamp | None = None
+    names: tuple[str, ...] = ()
+    began: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    rates: list[list[Any]] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    gradients: dict[int, float] = field(default_factory=dict)
+    objectives: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def last(self) -> Stamp:
+        """The last of the steps."""
+        return self.stamp(len(self.losses) - 1)
+
+    def stamp(self, i: int) -> Stamp:
+        """Return the stamp of the step with a number among them."""
+        assert self.first is not None
+        return Stamp(self.first.global_step + i, self.first.train_step + i, self.first.epoch)

@@ -34,18 +34,8 @@ GROUP = "ikkuna.export.subscriber"
 
 
 _OWN = (
-    *(
-        "GROUP",
-        "CallbackSubscriber",
-        "DeferredRow",
-        "Pending",
-        "PlotSubscriber",
-        "Quantity",
-        "SharedStatisticSubscriber",
-        "Subscriber",
-        "Subscription",
-    ),
-    *("SynchronizedSubscription", "name_results"),
+    *("GROUP", "CallbackSubscriber", "DeferredRow", "Pending", "PlotSubscriber", "Quantity"),
+    *("SharedStatisticSubscriber", "Subscriber", "Subscription", "SynchronizedSubscription", "name_results"),
 )
 
 

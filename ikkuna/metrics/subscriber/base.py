@@ -3,9 +3,9 @@
 import math
 from abc import ABCMeta
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from inspect import Signature, signature
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,15 +14,14 @@ from torch.optim import Optimizer
 
 from ikkuna.backends.backend import SPELLINGS, Backend
 from ikkuna.backends.loggers import is_target
-from ikkuna.backends.run import Run
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.metrics.messages.batch import BatchNames, MeasuredStep, MessageBatch
+from ikkuna.metrics.messages.batch import BatchNames, MeasuredStep, MessageBatch, StepLosses
 from ikkuna.metrics.messages.message import Message, MessageBundle, NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
-from ikkuna.metrics.subscriber.state import DeferredRow, pack, types_in, unpack
+from ikkuna.metrics.subscriber.host import Host, Later, Name, Numbers, Result
+from ikkuna.metrics.subscriber.state import MERGES, DeferredRow, pack, types_in, unpack
 from ikkuna.metrics.subscriber.subscription import (
     ModulePattern,
-    Sampling,
     Schedule,
     Subscription,
     SynchronizedSubscription,
@@ -37,100 +36,9 @@ from ikkuna.support.modules import NamedModule
 T = TypeVar("T")
 _MOST_NAMES = 100_000
 _MOST_GROUPS = 1024
-_Name = tuple[str | None, str, str | None]
-"""Module, path and name of a message."""
-_NETWORK: _Name = None, "", None
-MERGES = ("sum", "min", "max", "last", "ranks")
-"""How the rows of one module and path are merged over calls, micro-batches and ranks.
-
-``ranks``: the last row of each rank is kept.  On several ranks ``message.data`` is then a table ``(ranks, 1 + row)``, whose first column
-is equal on ranks that hold replicas of the tensor; it is -1 if it is unknown whether ranks do, and -2 if they do not.
-A rank without the tensor has NaN.
-"""
-
-
+_NETWORK: Name = None, "", None
 METHODS = ("compute_step", "compute_batch", "compute")
 """The methods of which a subscriber implements one; each of the first two calls the next one by default."""
-
-
-class _Thread(Protocol):
-    """The state of a thread, see `ErrorGuard`."""
-
-    subscriber_is_running: bool
-
-
-class Host(Protocol):
-    """The part of a message bus that a subscriber uses."""
-
-    @property
-    def modules(self) -> tuple[NamedModule, ...]:
-        """The observed modules."""
-
-    @property
-    def optimizers(self) -> tuple[Optimizer, ...]:
-        """The optimizers that own parameters of the observed models."""
-
-    @property
-    def network(self) -> tuple[ModuleEntry, ...]:
-        """Names, classes and parameter shapes of the observed modules."""
-
-    @property
-    def sampling(self) -> Sampling:
-        """Which steps are sampled beside those of the subscriptions."""
-
-    def register_subscriber(self, subscriber: "Subscriber") -> object:
-        """Register a subscriber."""
-
-    def open_run(self) -> Run | None:
-        """Return the open run, and open one if there is none; ``None`` if another rank writes the run."""
-
-    @property
-    def thread(self) -> _Thread:
-        """The state of this thread: while a subscriber's code runs, the bus takes its results afterwards."""
-
-    def take_results(self, subscriber: "Subscriber") -> None:
-        """Publish and show the results of a subscriber."""
-
-    def drop_late(self, subscriber: "Subscriber") -> None:
-        """Count a result that is not computed, because earlier ones still are."""
-
-
-class Result(NamedTuple):
-    """A call of a backend, and the names of the messages that are published with it.
-
-    Parameters
-    ----------
-    method : str
-        The name of the backend's method.
-    arguments : tuple
-        Its arguments.
-    stamp : Stamp
-        The step of the values.
-    names : BatchNames, optional
-        The names of their messages; ``None`` for values that are only shown.
-    """
-
-    method: str
-    arguments: tuple[Any, ...]
-    stamp: Stamp
-    names: BatchNames | None = None
-
-
-class Later(NamedTuple):
-    """A result that is being computed, and the function that emits it."""
-
-    stamp: Stamp
-    pending: Pending[Any]
-    then: Callable[[Pending[Any]], None]
-
-
-class _Numbers(NamedTuple):
-    """Numbers of single messages of one kind and step, which are published and shown together."""
-
-    stamp: Stamp
-    kind: str
-    names: list[_Name]  # one more than values, if an interrupt came between both
-    values: list[float]
 
 
 class _RegisteringType(ABCMeta):
@@ -149,50 +57,6 @@ class _RegisteringType(ABCMeta):
         """The signature of the constructor, for ``help()`` and editors; by default they show that of ``__call__``."""
         whole = signature(cls.__init__)  # type: ignore[misc]  # any override is meant
         return whole.replace(parameters=list(whole.parameters.values())[1:])
-
-
-@dataclass(slots=True)
-class StepLosses:
-    """The losses of training steps in a row, and the norms of some of their gradients.
-
-    Parameters
-    ----------
-    first : Stamp, optional
-        The first of the steps.
-    losses : list of float
-        The losses.
-    gradients : dict of int to float
-        By the number of a step among them the global norm of the gradients that the optimizer has received, where it was read.
-    objectives : dict of int to float
-        In the same way what ``backward()`` was called on, where that is another number than what the loss module has returned.
-    rates : list of list
-        The learning rates of the parameter groups of each step; perhaps those of one step more.
-    names : tuple of str
-        The names of the groups.
-    began : float
-        The time of the end of the step before, in seconds of the clock.
-    ends : list of float
-        The time of the end of each step.
-    """
-
-    first: Stamp | None = None
-    names: tuple[str, ...] = ()
-    began: float = 0.0
-    losses: list[float] = field(default_factory=list)
-    rates: list[list[Any]] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
-    gradients: dict[int, float] = field(default_factory=dict)
-    objectives: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def last(self) -> Stamp:
-        """The last of the steps."""
-        return self.stamp(len(self.losses) - 1)
-
-    def stamp(self, i: int) -> Stamp:
-        """Return the stamp of the step with a number among them."""
-        assert self.first is not None
-        return Stamp(self.first.global_step + i, self.first.train_step + i, self.first.epoch)
 
 
 class Subscriber(metaclass=_RegisteringType):
@@ -344,10 +208,10 @@ class Subscriber(metaclass=_RegisteringType):
         self.title = title
         self.ylims = ylims
         self._host: Host | None = None
-        self._untaken: list[Result | Later | _Numbers] = []
+        self._untaken: list[Result | Later | Numbers] = []
         # The numbers among them, by the id of their stamp and by kind.
-        self._untaken_numbers: dict[tuple[int, str], _Numbers] = {}
-        self._known_names: dict[tuple[_Name, ...], BatchNames] = {}
+        self._untaken_numbers: dict[tuple[int, str], Numbers] = {}
+        self._known_names: dict[tuple[Name, ...], BatchNames] = {}
         self._curve_groups: dict[tuple[BatchNames, str, str], SeriesGroup] = {}
         self.evaluate: Callable[..., None] | None = None
 
@@ -560,7 +424,7 @@ class Subscriber(metaclass=_RegisteringType):
         key = id(first.stamp), kind
         name = _NETWORK if type(first) is NetworkMessage and not first.path else _name(first)
         if (numbers := self._untaken_numbers.get(key)) is None:
-            numbers = self._untaken_numbers[key] = _Numbers(first.stamp, kind, [name], [value])
+            numbers = self._untaken_numbers[key] = Numbers(first.stamp, kind, [name], [value])
             self._untaken.append(numbers)
         else:  # an interrupt may come between two lines
             numbers.names.append(name)
@@ -656,7 +520,7 @@ class Subscriber(metaclass=_RegisteringType):
             found = self._curve_groups[key] = SeriesGroup(kind, names.names, *rest)
         return found
 
-    def _batch_names(self, names: tuple[_Name, ...]) -> BatchNames:
+    def _batch_names(self, names: tuple[Name, ...]) -> BatchNames:
         """Return the names of messages as one object, the same at each step."""
         if (known := self._known_names.get(names)) is None:
             if sum(map(len, self._known_names)) > _MOST_NAMES:  # the modules that are called change from step to step
@@ -677,7 +541,7 @@ class Subscriber(metaclass=_RegisteringType):
         if self._untaken_numbers:
             self._untaken_numbers = {}
             for i, each in enumerate(taken):
-                if type(each) is _Numbers:
+                if type(each) is Numbers:
                     names = tuple(each.names[: len(each.values)])
                     if (known := self._known_names.get(names)) is None:
                         known = self._batch_names(names)
@@ -720,5 +584,5 @@ class Subscriber(metaclass=_RegisteringType):
         return f"{type(self).__name__}({', '.join(self.kinds)})"
 
 
-def _name(message: Message) -> _Name:
+def _name(message: Message) -> Name:
     return getattr(message, "module", None), getattr(message, "path", ""), message.series_name

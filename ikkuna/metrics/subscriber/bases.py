@@ -5,8 +5,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.metrics.messages.batch import MessageBatch
+from ikkuna.metrics.messages.kinds import EVENT_KINDS, is_built_in
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.store.values import ModuleEntry
 
@@ -158,6 +162,71 @@ class SharedStatisticSubscriber(PlotSubscriber):
             raise ValueError(f"values() returned {len(values)} results, expected {len(self.publishes)}")
         for kind, array in zip(self.publishes, values, strict=True):
             self.emit_batch(batch, array, kind)
+
+
+STATISTICS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
+    "norm2": (("sumsq",), lambda records: records.l2_norm),
+    "mean": (("mean",), lambda records: records.mean),
+    "variance": (("m2", "sumsq"), lambda records: records.variance()),
+    "sparsity": (("zeros",), lambda records: records.sparsity),
+    "nonfinite": (("nans", "infs"), lambda records: records.nonfinite),
+    "min": (("min",), lambda records: records.min),
+    "max": (("max",), lambda records: records.max),
+    "count": (("n",), lambda records: records.n),
+}
+"""For each ending of a kind the statistics it needs, and the function that computes it from `Records`."""
+
+
+def shared_kinds(kinds: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return the kinds that are functions of shared statistics, as built-in kinds with the endings of the results.
+
+    Examples
+    --------
+    >>> shared_kinds(["weights_norm2", "weights_mean", "train_accuracy"])
+    {'weights': ('norm2', 'mean')}
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for kind in kinds:
+        source, _, statistic = kind.rpartition("_")
+        if statistic in STATISTICS and is_built_in(source) and source not in EVENT_KINDS:
+            found[source] = (*found.get(source, ()), statistic)
+    return found
+
+
+class StatisticsReader(Subscriber):
+    """Passes the shared statistics of one kind on to the rules.
+
+    Parameters
+    ----------
+    kind : str
+        The kind.
+    statistics : tuple of str
+        Keys of `STATISTICS`.
+    receive : callable
+        Stores one value for each message of a batch, under a kind.
+    **options : Any
+        See `Subscriber`.
+    """
+
+    derived = False
+
+    def __init__(
+        self,
+        kind: str,
+        statistics: tuple[str, ...],
+        receive: Callable[[MessageBatch, str, NDArray[np.float64]], None],
+        **options: Any,
+    ) -> None:
+        super().__init__(kind, **options)
+        self.fields = tuple(dict.fromkeys(field for name in statistics for field in STATISTICS[name][0]))
+        self._results = tuple((f"{kind}_{name}", STATISTICS[name][1]) for name in statistics)
+        self._receive = receive
+
+    def compute_batch(self, batch: MessageBatch) -> None:
+        """Pass the values of all modules on."""
+        for kind, function in self._results:
+            values = np.broadcast_to(np.asarray(function(batch.records), np.float64), (len(batch),))
+            self._receive(batch, kind, values)
 
 
 GROUP = "ikkuna.presets"

@@ -262,7 +262,8 @@ class Registered:
         A parameter that is not trained has no gradient and no update; a bundle of parameters that lacks one is not counted.
         """
         is_lost = not set(self.kinds).issubset(PARAMETER_KINDS)
-        for known in [known for known in self.waiting if _is_over(known, stamp)]:
+        same_pass = [known for known in self.waiting if known.pass_name == stamp.pass_name]
+        for known in [known for known in same_pass if known.global_step <= stamp.global_step]:
             batches = [batch for of_kind in self.waiting.pop(known).values() for batch in of_kind]
             self.dropped += is_lost * len({key for batch in batches for key in batch.names.positions})
 
@@ -300,7 +301,3 @@ class _Common:
         self.has_rest = any(rest is not None for rest in self.rest)
         first = self.positions[0]
         self.names = batches[0] if first is None else batches[0].select(first)
-
-
-def _is_over(stamp: Stamp, last: Stamp) -> bool:
-    return stamp.pass_name == last.pass_name and stamp.global_step <= last.global_step

@@ -1,4 +1,4 @@
-"""The state of a subscriber as plain values for a checkpoint, and rows that are computed after the step."""
+"""The state of a subscriber as plain values for a checkpoint; its rows, how they are copied, merged and computed later."""
 
 import dataclasses
 from collections import deque
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.metrics.messages.stamp import Stamp
+from ikkuna.numerics.elements import widest_float
 from ikkuna.support.failures import raise_users_exception
 
 _CHUNK = 1 << 26  # bytes of the matrices that are stacked
@@ -62,6 +63,40 @@ class DeferredRow(NamedTuple):
                 rows = compute(torch.stack([deferred[i].tensor for i in part])).cpu().double()
                 found |= zip(part, rows, strict=True)
         return [found[i] for i in range(len(deferred))]
+
+
+def copied_row(value: Tensor | DeferredRow, device: torch.device) -> Tensor | DeferredRow:
+    """Return a copy in float64, or in float32 on a device without that; raise `TypeError` if it cannot be copied to the host."""
+    if isinstance(value, DeferredRow):
+        if not value.tensor.is_cpu:
+            return value.copied()
+        value = value.row()
+    value = value.detach()
+    if value.is_complex():
+        raise TypeError(f"measure must return real numbers, got {value.dtype}")
+    copy = value.to(widest_float(value), copy=True)
+    if copy.is_cpu:
+        copy.numpy()  # raises for sparse tensors, and for subclasses without data
+    elif type(copy) is not Tensor or copy.device != device:
+        raise TypeError(
+            f"measure must return a Tensor on the host or on {device}, got {type(copy).__name__} on {copy.device}"
+        )
+    return copy
+
+
+MERGES: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "last": lambda known, value: value,
+    "ranks": lambda known, value: value,
+}
+"""How the rows of one module and path are merged over calls, micro-batches and ranks.
+
+``ranks``: the last row of each rank is kept.  On several ranks ``message.data`` is then a table ``(ranks, 1 + row)``, whose first column
+is equal on ranks that hold replicas of the tensor; it is -1 if it is unknown whether ranks do, and -2 if they do not.
+A rank without the tensor has NaN.
+"""
 
 
 _TAG = "ikkuna"

@@ -60,7 +60,9 @@ class HessianProduct:
             if value.numel() != 1:
                 raise ConfigError(f"a Hessian needs a loss of one number, got the shape {tuple(value.shape)}")
             self._gradients = self._differentiate([value.reshape(())], None, create_graph=True)
-        _require_second_derivative(self._gradients)
+        # autograd has no path from there to the parameters, and would silently leave out its part
+        if any(node.name().endswith("autograd::Error") for node in nodes_behind(g.grad_fn for g in self._gradients)):
+            raise ConfigError("the loss cannot be differentiated twice: a function in it is marked once_differentiable")
         self.size = sum(p.numel() for p in self.parameters)
         self.loss = value.detach()
         self.gradient = _concatenate(self._gradients)
@@ -92,15 +94,6 @@ class HessianProduct:
         vectors = [part.reshape(g.shape).to(g) for part, g in zip(parts, self._gradients, strict=True)]
         with twice_differentiable():  # checkpoints recompute their forward pass
             return _concatenate(self._differentiate(self._gradients, vectors)).to(vector)
-
-
-def _require_second_derivative(gradients: Sequence[Tensor]) -> None:
-    """Raise `ConfigError` if a gradient comes from a ``once_differentiable`` function.
-
-    Autograd has no path from there to the parameters and would silently leave out its part.
-    """
-    if any(node.name().endswith("autograd::Error") for node in nodes_behind(g.grad_fn for g in gradients)):
-        raise ConfigError("the loss cannot be differentiated twice: a function in it is marked once_differentiable")
 
 
 def _concatenate(tensors: Sequence[Tensor]) -> Tensor:

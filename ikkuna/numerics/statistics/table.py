@@ -117,20 +117,9 @@ def combine(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
 Values = NDArray[np.float64]
 
 COLUMNS = (
-    "n",
-    "nans",
-    "infs",
-    "zeros",
-    "l1",
-    "sumsq",
-    "mean",
-    "m2",
-    "m3",
-    "m4",
-    "min",
-    "max",
-    "finite_min",
-    "finite_max",
+    *("n", "nans", "infs", "zeros", "l1", "sumsq"),
+    *("mean", "m2", "m3", "m4"),
+    *("min", "max", "finite_min", "finite_max"),
 )
 """The columns of a row, all of them float64; sums and moments are those of the finite elements.
 

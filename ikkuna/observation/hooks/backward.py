@@ -112,9 +112,9 @@ class BackwardHooks:
 
     def reach_latest(self) -> int | None:
         """Report that the running backward has reached the forward that it reached last, or else the latest one."""
-        latest = self.context.tracker.latest
+        latest = self.context.tracker.forwards.latest
         reached = (self.running.get(task := graph_task()) or self._begin(task, latest)).forwards
-        forward = reached[-1] if reached else self.context.tracker.latest
+        forward = reached[-1] if reached else self.context.tracker.forwards.latest
         return None if forward is None else self.reach(forward)
 
     def _begin(self, task: int, forward: Forward | None) -> _Running:

@@ -5,19 +5,17 @@ from collections.abc import Collection, Iterator
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from ikkuna.support.torch_internals import MODULE_CALL
+from ikkuna.support.torch_internals import BACKWARD_CALL, MODULE_CALL
 
 _STAGE = "torch.distributed.pipelining.stage"
 _DRY_RUNS = ("_forward_metadata_inference", "_shape_inference")  # their name depends on the version of torch
 _CHECKPOINT, _CREATES_STATE = "torch.distributed.checkpoint.state_dict", "_init_optim_state"
 _RECOMPUTE = CheckpointFunction.backward.__code__
-_ENGINE = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
 
-SEES_BACKWARD = _ENGINE is not None
+SEES_BACKWARD = BACKWARD_CALL is not None
 """Whether this version of torch shows on the stack what a backward starts from."""
 
 
@@ -131,7 +129,7 @@ def _backwards(frame: FrameType | None) -> list[FrameType]:
     """Return the frames of the backwards that run on a stack, the outermost one last."""
     found = []
     while frame is not None:
-        if frame.f_code is _ENGINE:
+        if frame.f_code is BACKWARD_CALL:
             found.append(frame)
         frame = frame.f_back
     return found

@@ -74,7 +74,7 @@ class ForwardHooks:
         """
         context = self.context
         tracker, thread = context.tracker, get_ident()
-        if graph_task() != -1 and (tracker.latest is not None or not in_reentrant_checkpoint()):
+        if graph_task() != -1 and (tracker.forwards.latest is not None or not in_reentrant_checkpoint()):
             return
         if self.root_begins_call is not None:
             self.root_begins_call(False)
@@ -169,7 +169,7 @@ class ForwardHooks:
     def report_no_batch(self) -> None:
         """Report that the program ends without any forward, if an optimizer has parameters of the model."""
         context = self.context
-        has_begun = context.tracker.counters.global_step > 0 or context.events.has_forwards
+        has_begun = context.tracker.counters.next.global_step > 0 or context.events.has_forwards
         if not has_begun and context.parameters.optimizers():
             context.found(NO_BATCH.found())
 
@@ -241,7 +241,7 @@ class ForwardHooks:
         if calls := tracker.calls[thread].running:
             forward, is_recomputed = calls[0], False
         elif graph_task() != -1:
-            forward, is_recomputed = tracker.latest, True
+            forward, is_recomputed = tracker.forwards.latest, True
         else:
             forward, is_recomputed = self.part_called(thread, module.training, output), False
         if forward is None or context.recorder.rows is None:  # hooks stay registered between steps

@@ -89,7 +89,7 @@ class CompiledHooks:
         if self.context.is_off:
             return
         if site.kind == BACKWARD:
-            if (forward := self.context.tracker.latest_compiled) is not None:
+            if (forward := self.context.tracker.forwards.latest_compiled) is not None:
                 self._backward.reach(forward)
             return
         self._modules.was_traced(site.module)

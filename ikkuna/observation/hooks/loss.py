@@ -25,9 +25,10 @@ from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.hooks.hook import Hook, in_backward
 from ikkuna.observation.hooks.loss_owner import LossOwner, is_computed_in
 from ikkuna.observation.hooks.nested_tensors import Leaves
-from ikkuna.observation.model.watched_model import LossFunction, is_shifted
+from ikkuna.observation.model.watched_model import LossFunction
 from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.observation.steps.forwards import Forward
+from ikkuna.support.modules import shifts_labels
 from ikkuna.support.saved_losses import LossArguments, loss_arguments, saved_loss
 from ikkuna.support.torch_internals import call_before_backward
 
@@ -357,7 +358,7 @@ class LossHooks:
         if isinstance(labels, Tensor):
             self._knows_labels = True
             labels = labels.detach()
-            if is_shifted(module) and labels.ndim == 2:
+            if shifts_labels(module) and labels.ndim == 2:
                 labels = labels[:, 1:]
                 logits = None if logits is None else logits[:, : labels.shape[1]]
             seen = {"input_labels": labels, **seen}

@@ -14,24 +14,6 @@ from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.modules import NamedModule, class_name, name_of, unwrap
 from ikkuna.support.torch_internals import BATCH_NORMS
 
-_CAUSAL = ("ForCausalLM", "LMHeadModel")
-
-
-def is_shifted(model: nn.Module) -> bool:
-    """Return whether a model compares each output with the label of the next position.
-
-    This holds for causal language models of transformers, which are recognised by the names of their classes.
-
-    Examples
-    --------
-    >>> class GPT2LMHeadModel(nn.Module): ...
-    >>> is_shifted(GPT2LMHeadModel()), is_shifted(nn.Linear(2, 2))
-    (True, False)
-    """
-    config = getattr(model, "config", None)
-    names = (cls.__name__ for cls in type(model).__mro__)
-    return any(name.endswith(_CAUSAL) for name in names) and not getattr(config, "is_encoder_decoder", False)
-
 
 class LossFunction(nn.Module):
     """A module that calls a function of outputs and labels.

@@ -13,12 +13,12 @@ from ikkuna.metrics.messages.message import Message, MessageBundle, NetworkMessa
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.metrics.subscriber.registered import Registered
-from ikkuna.metrics.subscriber.state import DeferredRow
+from ikkuna.metrics.subscriber.state import DeferredRow, copied_row
 from ikkuna.numerics.elements import dequantized, has_float64, has_numbers, is_special
 from ikkuna.numerics.statistics.host import HostStatistics
 from ikkuna.numerics.statistics.native import Library, library
 from ikkuna.observation.rows.plan import NOTHING, Key, Plan, RowIndex, Selections, Site, Task
-from ikkuna.observation.rows.rows import Part, PartPool, Rows, copied_row
+from ikkuna.observation.rows.rows import Part, PartPool, Rows
 from ikkuna.support.failures import log, raise_users_exception, switched
 from ikkuna.support.undisturbed import gradients
 
@@ -30,10 +30,6 @@ T = TypeVar("T")
 _Weight = float | Tensor | str | None
 _NO_MEMORY = "the device has no memory to measure it"
 _ListKey = tuple[torch.device, torch.dtype, frozenset[str]]
-
-
-def _never() -> bool:
-    return False
 
 
 class Recorder:
@@ -66,7 +62,7 @@ class Recorder:
     """
 
     def __init__(
-        self, error_guard: ErrorGuard, native: bool = True, may_communicate: Callable[[], bool] = _never
+        self, error_guard: ErrorGuard, native: bool = True, may_communicate: Callable[[], bool] = lambda: False
     ) -> None:
         self.error_guard = error_guard
         self.kernels = library() if native else None

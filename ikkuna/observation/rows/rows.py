@@ -1,7 +1,7 @@
 """The measurements of one step and of its parts."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
@@ -18,15 +18,14 @@ from ikkuna.metrics.messages.batch import MeasuredStep, MessageBatch
 from ikkuna.metrics.messages.message import Message
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.registered import Registered
-from ikkuna.metrics.subscriber.state import DeferredRow
-from ikkuna.numerics.elements import widest_float
+from ikkuna.metrics.subscriber.state import MERGES, DeferredRow, copied_row
 from ikkuna.numerics.statistics import HISTOGRAMS
 from ikkuna.numerics.statistics.device import DeviceRows, DeviceStatistics, ImpreciseRows
 from ikkuna.numerics.statistics.float_code import half_size, merge_codes
 from ikkuna.numerics.statistics.host import HostStatistics
 from ikkuna.numerics.statistics.record import Records
 from ikkuna.numerics.statistics.table import COLUMN, Values, empty_rows, merge_rows, row_of
-from ikkuna.observation.rows.plan import Key, MeasuredRows, Plan, RowIndex, Selection, Selections, Site
+from ikkuna.observation.rows.plan import MeasuredRows, Plan, RowIndex, Selection, Selections, Site
 from ikkuna.support.device_thread import HostCopy, Pending, is_full, run_beside
 from ikkuna.support.failures import raise_users_exception
 
@@ -38,15 +37,6 @@ _N, _NANS, _INFS, _MEAN = (COLUMN[name] for name in ("n", "nans", "infs", "mean"
 
 _Place = tuple[dict[Any, Any], Any, Any]
 """A dictionary and a key, and the tensor there that an array replaces once it has reached the host."""
-
-
-_MERGE: dict[str, Callable[[Any, Any], Any]] = {
-    "sum": torch.add,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "last": lambda known, value: value,
-    "ranks": lambda known, value: value,
-}
 
 
 class Part:
@@ -129,7 +119,7 @@ class Part:
                 raise TypeError(
                     f"measure may return a DeferredRow if merge is 'last', got {registered.subscriber.merge!r}"
                 )
-            return value if known is None else _MERGE[registered.subscriber.merge](known, value)
+            return value if known is None else MERGES[registered.subscriber.merge](known, value)
 
         if (result := self._error_guard.call_each(registered, stage, merged, (value,))) is not None:
             results[registered] = result
@@ -162,25 +152,6 @@ class Part:
         for row in rows or ():
             for by_row in (self.measured, self.shards, self.reductions):
                 by_row.pop(row, None)
-
-
-def copied_row(value: Tensor | DeferredRow, device: torch.device) -> Tensor | DeferredRow:
-    """Return a copy in float64, or in float32 on a device without that; raise `TypeError` if it cannot be copied to the host."""
-    if isinstance(value, DeferredRow):
-        if not value.tensor.is_cpu:
-            return value.copied()
-        value = value.row()
-    value = value.detach()
-    if value.is_complex():
-        raise TypeError(f"measure must return real numbers, got {value.dtype}")
-    copy = value.to(widest_float(value), copy=True)
-    if copy.is_cpu:
-        copy.numpy()  # raises for sparse tensors, and for subclasses without data
-    elif type(copy) is not Tensor or copy.device != device:
-        raise TypeError(
-            f"measure must return a Tensor on the host or on {device}, got {type(copy).__name__} on {copy.device}"
-        )
-    return copy
 
 
 class PartPool:
@@ -300,11 +271,6 @@ class Rows:
         self._tables: dict[Selection, Values] = {}
         self._batches: dict[tuple[Selection, frozenset[str], bool], MessageBatch] = {}
 
-    @property
-    def keys(self) -> Sequence[Key]:
-        """The site and path of each row."""
-        return self.index.keys
-
     # -- while the step is open -----------------------------------------------------------------------------------
 
     def part(self, number: int) -> Part:
@@ -373,19 +339,17 @@ class Rows:
                 self.merge_part(number, 0)
             else:
                 self._parts[0] = self._parts.pop(number)
-        pending: list[_Place] = []
-        for name, rate in self.rates.items():
-            if isinstance(rate, Tensor):
-                pending.append((self.rates, name, rate))
+        pending: list[_Place] = [
+            (self.rates, key, rate) for key, rate in self.rates.items() if isinstance(rate, Tensor)
+        ]
         if not (self._parts or pending or self._flags):
             return
         whole = self._parts.get(0) or self.part(0)
         self.measured, self.together = whole.measured, whole.together
         self.shards, self.reductions = whole.shards, whole.reductions
-        self.values, codes = whole.host.take(len(self.index.keys))
-        self.codes = codes
-        holders: list[dict[Any, Any]] = [self._flags, self._scales, self.together, *self.measured.values()]
-        holders += codes.values()
+        self.values, self.codes = whole.host.take(len(self.index.keys))
+        holders: list[dict[Any, Any]] = [self._flags, self._scales, self.together]
+        holders += (*self.measured.values(), *self.codes.values())
         for device, statistics in whole.devices.items():
             try:
                 taken, codes = statistics.take()
@@ -423,10 +387,9 @@ class Rows:
                 self._lose(group, f"copying the measurements of {device}", error)
         for device, group in deferred.items():
             rows = [row for *_, row in group]
-            places = [(holder, key) for holder, key, _ in group]
-            size = sum(row.tensor.nbytes for row in rows)
-            work = partial(DeferredRow.rows, rows)
-            self._deferred.append((places, run_beside((device,), work, self._pool.error_guard, size)))
+            places, size = [(holder, key) for holder, key, _ in group], sum(row.tensor.nbytes for row in rows)
+            computed = run_beside((device,), partial(DeferredRow.rows, rows), self._pool.error_guard, size)
+            self._deferred.append((places, computed))
 
     def _lose(self, group: Iterable[_Place], what: str, error: Exception) -> None:
         """Forget the values of one device, which could not be copied, and report the error; those of others remain."""
@@ -614,7 +577,7 @@ class Rows:
 
     def fields(self, row: int) -> frozenset[str]:
         """Return the statistics that a row has."""
-        site = self.keys[row][0]
+        site = self.index.keys[row][0]
         task = self.plan.task(site.kind, site.module)
         return task.fields if task is not None else _NO_FIELDS
 
@@ -625,7 +588,7 @@ class Rows:
 
     def message(self, row: int, data: Any = None) -> Message:
         """Return the message of a row."""
-        site, path = self.keys[row]
+        site, path = self.index.keys[row]
         return site.message(self.stamp, path, data)
 
 

@@ -46,29 +46,14 @@ class StepCounters:
     >>> counters = StepCounters()
     >>> counters.step_closed()
     0
-    >>> counters.global_step, counters.train_step, counters.epoch
-    (1, 1, 0)
+    >>> counters.next
+    Stamp(global_step=1, train_step=1, epoch=0, pass_name='training')
     """
 
     def __init__(self) -> None:
         self.next = Stamp(0, 0, 0)  # one object, so that an interrupt cannot come between two assignments
         self._epoch_is_announced = self._epoch_is_open = False
         self.steps_per_epoch: int | None = None
-
-    @property
-    def global_step(self) -> int:
-        """Number of steps."""
-        return self.next.global_step
-
-    @property
-    def train_step(self) -> int:
-        """Number of steps in this epoch."""
-        return self.next.train_step
-
-    @property
-    def epoch(self) -> int:
-        """Number of epochs that have ended."""
-        return self.next.epoch
 
     def stamp(self, back: int = 0, pass_name: str = TRAINING) -> Stamp:
         """Return the stamp of the step that is `back` steps before the next one, after it if `back` is negative."""
@@ -91,21 +76,21 @@ class StepCounters:
 
     def steps_closed(self, first: Stamp, steps: int) -> None:
         """Count a number of steps from `first` on; a second call changes nothing."""
-        self.next = Stamp(first.global_step + steps, first.train_step + steps, self.epoch)
+        self.next = Stamp(first.global_step + steps, first.train_step + steps, self.next.epoch)
 
     @property
     def steps_left(self) -> float:
         """Number of steps until the epoch ends by itself."""
-        return math.inf if self.steps_per_epoch is None else self.steps_per_epoch - self.train_step
+        return math.inf if self.steps_per_epoch is None else self.steps_per_epoch - self.next.train_step
 
     @property
     def epoch_has_begun(self) -> bool:
         """Whether the epoch has a step, open or closed."""
-        return self._epoch_is_open or self.train_step > 0
+        return self._epoch_is_open or self.next.train_step > 0
 
     def epoch_closed(self) -> None:
         """Count an epoch."""
-        self.next = Stamp(self.global_step, 0, self.epoch + 1)
+        self.next = Stamp(self.next.global_step, 0, self.next.epoch + 1)
         self._epoch_is_announced = self._epoch_is_open = False
 
     def set_steps_per_epoch(self, steps: int | None) -> None:
@@ -122,7 +107,7 @@ class StepCounters:
 
     def state_dict(self) -> dict[str, int]:
         """Return the numbers, to be saved with a checkpoint."""
-        return {"global_step": self.global_step, "train_step": self.train_step, "epoch": self.epoch}
+        return {name: getattr(self.next, name) for name in ("global_step", "train_step", "epoch")}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue to count from what `state_dict` returned.
@@ -174,6 +159,8 @@ class StepTracker:
         The numbers of steps and epochs.
     calls : dict of int to ThreadCalls
         By thread, the calls of roots that run, and the last one.
+    forwards : PendingForwards
+        The forwards of the open step.
     optimizers : RunningOptimizers
         The optimizers that are stepping, and those that have stepped.
     pass_name : str
@@ -200,7 +187,7 @@ class StepTracker:
         self.pass_name = TRAINING
         self.is_rootless = False
         self.calls: defaultdict[int, ThreadCalls] = defaultdict(ThreadCalls)
-        self._forwards = PendingForwards()
+        self.forwards = PendingForwards()
         self.optimizers = RunningOptimizers()
         self._turns = OptimizerTurns()
         self._owners: Collection[int] = ()
@@ -239,7 +226,7 @@ class StepTracker:
         if self.state is not State.IDLE or self.pass_name != TRAINING or self.is_rootless or self._trains_in_evaluation:
             return None
         is_running = any(known.running for known in list(self.calls.values()))
-        if self._turns.incomplete or self._modes or is_running or not self.counters.train_step:
+        if self._turns.incomplete or self._modes or is_running or not self.counters.next.train_step:
             return None
         return self.optimizers.only(self._owners)
 
@@ -249,11 +236,6 @@ class StepTracker:
     def forwards_without_step(self) -> int:
         """Number of forwards before the first step; 0 after it."""
         return self._forwards_without_step or 0
-
-    @property
-    def latest(self) -> Forward | None:
-        """The forward that began last among those of the open step."""
-        return self._forwards.latest
 
     def forward_begins(
         self,
@@ -311,7 +293,7 @@ class StepTracker:
         decisions = self._prepare(running)
         if not self._is_certain:
             self._set_certain()
-        return self._forwards.add(decisions), tuple(decisions)
+        return self.forwards.add(decisions), tuple(decisions)
 
     def counts(self, training: bool, gradients: bool) -> bool:
         """Whether a call outside any root belongs to what is recorded now."""
@@ -373,26 +355,21 @@ class StepTracker:
             self._parts_were_called = True
             return None, ()
         decisions: list[Decision] = []
-        latest = self.latest
+        latest = self.forwards.latest
         is_stepped = self.state is State.STEPPED
         if is_stepped and not computed:  # the next optimizer may share the step
             return None, ()
         is_first = latest is None or latest.reach is not Reach.NONE or self.state is not State.OPEN
         if is_stepped or (self.is_rootless and is_first):
             decisions = self._prepare(running, is_certain=False)
-            latest = self.latest
+            latest = self.forwards.latest
         if latest is None or latest.reach is not Reach.NONE or not latest.is_of_parts:
-            latest = self._forwards.add(decisions)
+            latest = self.forwards.add(decisions)
             latest.is_of_parts = True
         self.calls[thread].last = latest
         return latest, tuple(decisions)
 
     # -- gradients ------------------------------------------------------------------------------------------------
-
-    @property
-    def latest_compiled(self) -> Forward | None:
-        """The latest forward of a compiled graph that no backward has reached."""
-        return self._forwards.latest_compiled
 
     def backward_reached(self, forward: Forward, captured: bool = False, is_kept: bool = False) -> tuple[Decision, ...]:
         """Handle a backward that has gone through a forward.
@@ -430,23 +407,23 @@ class StepTracker:
         """
         if self.optimizers.stepped:
             return ()
-        gone = self._forwards.reached
-        if not gone and not self._forwards.earlier:
+        gone = self.forwards.reached
+        if not gone and not self.forwards.earlier:
             return ()
-        kept = () if reached is None else tuple(self._forwards.keep(reached))
+        kept = () if reached is None else tuple(self.forwards.keep(reached))
         if not kept and self.state is State.OPEN:
             return self._skip(gone)
         gone = [f for f in gone if f.part not in kept]
         parts = tuple(part for f in gone for part in (f.part, f.provisional_part))
-        self._forwards.discard(gone)
+        self.forwards.discard(gone)
         provisional = tuple(part + 1 for part in kept)
         return (Restarted((*GRADIENT_PARTS, EARLIER_PART, *parts, *provisional), anew=kept),)
 
     def _skip(self, gone: list[Forward]) -> tuple[Decision, ...]:
         """End a step that no optimizer made; forwards that no backward has reached belong to the next one."""
-        parts, of_inputs = self._counting_parts(), self._forwards.are_of_inputs(gone)
-        self._forwards.discard(gone)
-        carried = self._forwards.parts
+        parts, of_inputs = self._counting_parts(), self.forwards.are_of_inputs(gone)
+        self.forwards.discard(gone)
+        carried = self.forwards.parts
         closed = Closed(self.stamp, True, parts, carried, of_inputs=of_inputs)
         if carried:
             return closed, Opened(self.stamp, is_carried=True)
@@ -553,11 +530,11 @@ class StepTracker:
 
     def _counting_parts(self) -> tuple[int, ...]:
         """Return the parts whose gradients are there."""
-        return GRADIENT_PARTS if self._is_incomplete else self._forwards.counting()[0]
+        return GRADIENT_PARTS if self._is_incomplete else self.forwards.counting()[0]
 
     def _close(self) -> list[Decision]:
         """Close the open step."""
-        stepped, (parts, micro_batches) = frozenset(self.optimizers.stepped), self._forwards.counting()
+        stepped, (parts, micro_batches) = frozenset(self.optimizers.stepped), self.forwards.counting()
         closed = Closed(
             self.stamp,
             False,
@@ -579,7 +556,7 @@ class StepTracker:
 
     def _reset(self) -> None:
         self.state = State.IDLE
-        self._forwards.clear()
+        self.forwards.clear()
         self.optimizers.stepped.clear()
         self._parts_were_called = self._is_incomplete = False
 

@@ -179,7 +179,7 @@ class SigmoidTwiceRule(Rule, mistake=SIGMOID_TWICE):
         flag, entropy, largest, loss = (history.now(kind) for kind in (*self.needs,))
         if flag is None or entropy is None or largest is None or loss is None:
             return
-        is_bounded = min(*flag.first, *flag.values) == 1
+        is_bounded = min(flag.kept().values()) == 1
         is_applied = abs(loss.last - entropy.last) < 0.05 * abs(entropy.last)
         modules = history.network.modules
         is_sigmoid = bool(modules) and modules[-1].class_name == "Sigmoid"

@@ -41,13 +41,14 @@ class OptimizerResetRule(Rule):
     def scores(self, history: History) -> Iterator[Score]:
         """Yield one score for the network."""
         curves = [curve for _, curve in history.fresh("weight_state_step_mean") if len(curve.values) > 1]
-        if curves:
-            is_still = all(c.values[-2] >= c.last and 2 * c.last < c.steps[-1] - c.steps[0] for c in curves)
-            memory = history.memory[self.name]
-            memory["still"] = memory.get("still", 0) + 1 if is_still else 0
-            memory["falls"] = memory.get("falls", 0) + all(c.values[-2] > c.last for c in curves)
-            at_most = "error" if memory["still"] >= self.patience else "info"
-            yield Score(float(is_still or memory["falls"] >= 3), max(c.last for c in curves), at_most=at_most)
+        if not curves:
+            return
+        memory = history.memory[self.name]
+        is_new = all(c.values[-2] >= c.last and 2 * c.last < c.steps[-1] - c.steps[0] for c in curves)
+        memory["new in a row"] = new_in_a_row = memory.get("new in a row", 0) + 1 if is_new else 0
+        memory["falls"] = falls = memory.get("falls", 0) + all(c.values[-2] > c.last for c in curves)
+        at_most = "error" if new_in_a_row >= self.patience else "info"
+        yield Score(float(is_new or falls >= 3), max(c.last for c in curves), at_most=at_most)
 
 
 class NotInOptimizerRule(Rule, mistake=NOT_IN_OPTIMIZER):
@@ -78,12 +79,7 @@ def _is_written_otherwise(history: History, name: str, since: int) -> bool:
         other: c for other, c in history.curves("weights_norm2").items() if history.network.module(other) == module
     }
     is_written = any(
-        step >= since and value != curve.last
-        for curve in weights.values()
-        for step, value in (
-            *zip(curve.first_steps, curve.first, strict=True),
-            *zip(curve.steps, curve.values, strict=True),
-        )
+        step >= since and value != curve.last for curve in weights.values() for step, value in curve.kept().items()
     )
     return is_written or bool(gradients and weights and not weights.keys() & gradients.keys())
 

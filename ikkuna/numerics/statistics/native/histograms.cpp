@@ -1,7 +1,7 @@
 
 // ---- quantiles and buckets of histograms by float codes ----------------------------------------------------------------
 //
-// These are the operations of `Bins` in `bins.py`, in the same order, so that both return the same numbers.
+// These are the operations of `Bins` in `histogram.py`, in the same order, so that both return the same numbers.
 
 namespace {
 
