@@ -138,6 +138,11 @@ def _write_findings(run: StoredRun, terminal: Terminal, muted: bool) -> None:
         terminal.write(f"`ikkuna check {run.path}` names all modules and the remedies.")
 
 
+def module_count(run: StoredRun) -> int:
+    """Return the number of observed modules, or of those with a series if no file has a table of modules."""
+    return len(run.modules or run.module_names())
+
+
 def summary_values(run: StoredRun) -> dict[str, Any]:
     """Return the size of a run and the last value of each series, as plain values."""
     last = {
@@ -157,7 +162,7 @@ def summary_values(run: StoredRun) -> dict[str, Any]:
         "damaged": run.lost,
         "waiting": run.waiting,
     }
-    return {**size, "modules": len(run.modules), "last": last}
+    return {**size, "modules": module_count(run), "last": last}
 
 
 def write_summary(
@@ -187,7 +192,7 @@ def write_summary(
         run.series(kind)  # raises the error that names the kinds
     terminal.write(
         terminal.styled(str(run.path), "bold")
-        + f"  {run.last_step + 1} steps, {run.count} values, {len(run.modules)} modules"
+        + f"  {run.last_step + 1} steps, {run.count} values, {module_count(run)} modules"
     )
     if run.lost:
         terminal.write(terminal.styled(f"{run.lost} bytes or lines are damaged and were skipped", "red"))

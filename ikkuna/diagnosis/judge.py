@@ -143,6 +143,8 @@ class Judge:
     ----------
     disabled : dict of str to str
         The names of the disabled rules, and their last exceptions.
+    errors : int
+        Number of exceptions of rules, and of the user's function for findings.
     kinds : frozenset of str
         The kinds that the rules read.
     measured : frozenset of str
@@ -177,6 +179,7 @@ class Judge:
         self._deferred_rules: set[Rule] = set()  # that such a kind makes judge
         self._due_at = 0  # the step at which values that were deferred are added
         self.disabled: dict[str, str] = {}
+        self.errors = 0
         self.measured: frozenset[str] = frozenset()
         self._alarms = {rule.name: Alarm(rule) for rule in self.rules}
         self._list = FindingList({**EXPLAINS, **{rule.name: rule.explains for rule in self.rules}})
@@ -444,6 +447,7 @@ class Judge:
         return found
 
     def _report(self, rule: Rule, error: Exception) -> None:
+        self.errors += 1
         count = self._failures.add(rule.name)
         if FailureCounter.is_logged(count):
             log.error("rule %s failed (training is not affected)", rule.name, exc_info=error)

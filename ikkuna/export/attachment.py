@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ikkuna.backends.run import Run
+from ikkuna.diagnosis.judge import Judge
 from ikkuna.distributed.rendezvous import World
 from ikkuna.errors import ClosedError
 from ikkuna.flight_recorder.recorder import FlightRecorder
@@ -68,7 +69,7 @@ class Health:
     steps : int
         Number of training steps.
     errors : int
-        Number of caught errors, of subscribers and of ikkuna.
+        Number of caught errors, of subscribers, of rules, of the user's function for findings, and of ikkuna.
     dropped : int
         Number of values that were lost before they were written, of incomplete bundles, of rows that other ranks did not keep,
         and of values that a device computes more slowly than they are sampled.
@@ -76,7 +77,7 @@ class Health:
         The backends that cannot store values now, by name or class: the last attempt failed, or they are disabled.
         It is empty again when the disk has recovered and the waiting values are written.
     disabled : tuple of str
-        Names of the disabled subscribers: their classes, or what the function of a user publishes.
+        Names of the disabled subscribers, which are their classes or what the function of a user publishes, and of the disabled rules.
     skipped : int
         Number of series whose tensors cannot be read, such as packed weights that cannot be dequantised,
         and of updates for which memory was missing.
@@ -142,6 +143,7 @@ def health_of(
     run: Run | None = None,
     subscribers: tuple[Registered, ...] = (),
     recorder: FlightRecorder | None = None,
+    judge: Judge | None = None,
 ) -> Health:
     """Return the health of a session and its bus; `run` and `subscribers` are those of a bus that was closed since."""
     bus = session.bus
@@ -152,13 +154,13 @@ def health_of(
     return Health(
         acked_step=-1 if run is None else int(min(run.acked_step, session.logged.first_step - 1)),
         steps=session.cycle.steps,
-        errors=bus.error_guard.errors,
+        errors=bus.error_guard.errors + (judge.errors if judge is not None else 0),
         dropped=(run.dropped if run is not None else 0)
         + sum(registered.dropped for registered in subscribers)
         + session.exchange.dropped
         + session.logged.dropped,
         unwritable=run.unwritable if run is not None else (),
-        disabled=tuple(bus.error_guard.disabled),
+        disabled=(*bus.error_guard.disabled, *(judge.disabled if judge is not None else ())),
         skipped=session.skipped,
         overhead=session.context.stopwatch.overhead(0.0 if run is None else run.drawing_seconds),
         dumps=len(recorder.dumps) if recorder is not None else 0,
@@ -351,17 +353,31 @@ class Attachment:
         if self.is_closed:
             raise ClosedError("this exporter is closed; create another one")
 
+    @property
+    def _judge(self) -> Judge | None:
+        return None if self.rules is None else self.rules.judge
+
     def health(self) -> Health:
         """Return the state of the monitor itself; after :meth:`close` that at the end."""
-        return self._health if self._health is not None else health_of(self.session, recorder=self.recorder)
+        return (
+            self._health
+            if self._health is not None
+            else health_of(self.session, recorder=self.recorder, judge=self._judge)
+        )
 
-    def close(self) -> None:
-        """Publish what is pending, and remove every hook; with the last exporter of the bus the run is closed and readable."""
+    def close(self, is_given_up: bool = False) -> None:
+        """Publish what is pending, and remove every hook; with the last exporter of the bus the run is closed and readable.
+
+        Parameters
+        ----------
+        is_given_up : bool
+            Whether the program goes on without it, so that a training that has not begun is no mistake.
+        """
         if self.is_closed:
             return
         session, bus, verbosity = self.session, self.bus, self.bus.settings.verbosity
         try:
-            session.finish(for_good=True)
+            session.finish(for_good=True, has_ended=not is_given_up)
             bus.drain(wait=True)  # while a subscriber can still evaluate the model
         finally:
             self.is_closed = True
@@ -376,7 +392,7 @@ class Attachment:
             self._last_run = run = bus.run
             registered = bus.registered
             bus.detach(self)
-            self._health = health_of(session, run, registered, self.recorder)
+            self._health = health_of(session, run, registered, self.recorder, self._judge)
         if verbosity and self.at_end is not None and World.here().rank == 0:
             self.at_end(self)
 

@@ -562,7 +562,7 @@ class Exporter:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, Exception):
             self._attachment.process_fails(error)
-        self.close()
+        self._attachment.close(is_given_up=error is not None)
 
 
 def _check_choice(name: str, value: object, first: str, second: str) -> None:

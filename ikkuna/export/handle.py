@@ -333,14 +333,15 @@ def _write_end(name: str, rules: RuleSubscriber | None, attachment: Attachment) 
     mark = _plural(len(findings), "finding") if findings else "no findings"
     announce(f": {named}" if findings else f"; {judged}", mark=mark, styles=STYLES[worst] if findings else ())
     more = "" if directory is None else f"; 'ikkuna report {shortest_path(directory)}' shows more"
-    spent = _milliseconds(attachment)
-    took = f"{spent:.2g}" if spent < 99.5 else f"{spent:.0f}"
-    announce(f"watching took {took} ms a step{more}")
+    announce(f"watching took {_time_of_step(attachment)}{more}")
 
 
-def _milliseconds(attachment: Attachment) -> float:
+def _time_of_step(attachment: Attachment) -> str:
     """Return what watching takes of a step on the training thread, from the second step on."""
-    return 1000 * attachment.session.context.stopwatch.spent_later / max(attachment.session.cycle.steps - 1, 1)
+    if (steps := attachment.session.cycle.steps - 1) < 1:
+        return "a time that is known from the second step on"
+    spent = 1000 * attachment.session.context.stopwatch.spent_later / steps
+    return f"{spent:.2g} ms a step" if spent < 99.5 else f"{spent:.0f} ms a step"
 
 
 def _place(finding: Finding) -> str:
@@ -509,6 +510,8 @@ class WatchHandle(Exporter):
         >>> watched.close()
         """
         self._attachment.require_open()
+        if not isinstance(kind, str):
+            raise ConfigTypeError(f"metric() needs a kind, as in @monitor.metric('activations'), got {kind!r}")
         if unknown := [option for option in options if option not in _METRIC_OPTIONS]:
             raise ConfigError(unknown_name("option", unknown[0], _METRIC_OPTIONS))
         if options.keys().isdisjoint(("every", "subsample", "schedule")):
@@ -557,7 +560,7 @@ class WatchHandle(Exporter):
             parts.append("paused")
         if self._attachment.rules is not None:
             parts.append(_plural(len(self.findings), "finding"))
-        parts.append(f"watching takes {_milliseconds(self._attachment):.2g} ms a step")
+        parts.append(f"watching takes {_time_of_step(self._attachment)}")
         lost = {"errors": health.errors, "values lost": health.dropped, "tensors not readable": health.skipped}
         parts += [f"{count} {what}" for what, count in lost.items() if count]
         parts += [f"{name} disabled" for name in health.disabled]

@@ -166,7 +166,7 @@ def watch(
                 handle.record_steps(None if recorder is True else recorder)
         handle.begin(len(metrics), chosen, every)
     except BaseException:
-        handle.close()
+        handle._attachment.close(is_given_up=True)
         raise
     return handle
 
@@ -244,7 +244,7 @@ def _close_earlier(model: nn.Module) -> None:
     for other in attachments_of(unwrap(model)):
         if other.bus.name == _BUS:
             log.warning("the model is watched already; closed the exporter of the earlier watch()")
-            other.close()
+            other.close(is_given_up=True)
 
 
 def _subscribers_of(preset: Preset | None, handle: WatchHandle) -> list[Subscriber]:

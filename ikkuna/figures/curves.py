@@ -426,12 +426,10 @@ def _add_legend(ax: Axes, fan: FanSeries, percentiles: Sequence[float], color: A
     bands = [Patch(color=color, alpha=1 - (1 - alpha) ** (i + 1), linewidth=0) for i in range(len(fan.bands))]
     half = len(percentiles) // 2
     names = [f"{a:.3g} % to {b:.3g} %" for a, b in zip(percentiles[:half], percentiles[::-1], strict=False)]
-    names = ["minimum to maximum", *names][-len(bands) :] if len(bands) <= half + 1 else []
-    if len(names) < len(bands):  # the log has other percentiles
-        names = [f"band {i + 1}" for i in range(len(bands))]
-    middle = (
-        [] if len(percentiles) % 2 == 0 else [f"{percentiles[half]:.3g} %" if percentiles[half] != 50 else "median"]
-    )
+    names = ["minimum to maximum", *names][-len(bands) :]
+    middle = [f"{percentiles[half]:.3g} %" if percentiles[half] != 50 else "median"] if len(percentiles) % 2 else []
+    if len(bands) - half not in (0, 1):  # the log has other percentiles
+        names, middle = [f"band {i + 1}" for i in range(len(bands))], []
     add_outer_legend(ax, [*bands, *ax.lines[: len(middle)]], [*names, *middle])
 
 

@@ -377,6 +377,7 @@ class RuleSubscriber(Subscriber):
                 self._on_finding(finding)
             except Exception as error:
                 raise_users_exception(error)
+                self.judge.errors += 1
                 log.exception("on_finding failed (training is not affected)")
 
 
@@ -494,7 +495,7 @@ def _without_muted(rules: Iterable[Rule], mute: Iterable[str]) -> tuple[list[Rul
     if isinstance(mute, str):
         raise ConfigTypeError(f"mute needs a list of names of rules, got {mute!r}; pass [{mute!r}]")
     rules, muted = list(rules), frozenset(mute)
-    known = [*(rule.name for rule in rules), *EXPLAINS]
+    known = dict.fromkeys((*(rule.name for rule in rules), *EXPLAINS))
     for name in muted:
         if (rule := name.partition(":")[0]) not in known:
             raise ConfigError(unknown_name("rule in mute", rule, known))

@@ -298,7 +298,10 @@ def gradient_snr(mean: Tensor, m2: Tensor, count: int, reduction: str = "mean") 
     ratio = torch.where(variance > 0, mean.detach().double().square() / variance, torch.nan)
     if not ratio.numel():
         return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
-    value = ratio.nanmean() if reduction == "mean" else ratio.nanmedian()
+    if reduction == "mean":
+        value = ratio.nanmean()
+    else:  # `nanmedian` is the lower of two elements in the middle, and `nanquantile` takes few elements
+        value = (ratio.nanmedian() - (-ratio).nanmedian()) / 2
     return torch.where(torch.isfinite(variance).all(), value, torch.nan)
 
 

@@ -182,7 +182,8 @@ def prediction_figures(outputs: Tensor, labels: Tensor | None, ignore_index: int
     z = read[0]
     axis = None if labels is None or labels.is_floating_point() else find_class_axis(z, labels)
     if axis is None or labels is None or z.ndim < 2 or z.shape[axis] < 2:
-        none[0] = _dependence(z.reshape(len(z), -1).double())
+        rows = z.reshape(len(z), -1).double()
+        none[0] = _dependence(rows, rows.new_ones(len(rows)))
         return none if labels is None else _add_binary(none, z, labels, seed)
     items = z.movedim(axis, -1).reshape(-1, z.shape[axis])
     y = labels.reshape(-1).to(z.device, torch.int64)
@@ -201,11 +202,12 @@ def sample_indices(count: int, size: int, seed: int, device: torch.device) -> Te
     return places.long().clamp_(max=count - 1).to(device, non_blocking=True)
 
 
-def _dependence(rows: Tensor) -> Tensor:
-    if len(rows) < 2:
-        return rows.new_full((), torch.nan)
-    energy: Tensor = torch.linalg.vector_norm(rows).square() / len(rows)
-    return 1 - rows.mean(0).square().sum() / energy
+def _dependence(rows: Tensor, weight: Tensor) -> Tensor:
+    """Return the share of the energy of rows, those with a weight of 1, that their mean lacks; NaN of one row."""
+    count = weight.sum()
+    energy = (weight[:, None] * rows).square().sum() / count
+    dependence: Tensor = 1 - (weight @ rows / count).square().sum() / energy
+    return torch.where(count > 1, dependence, torch.nan)
 
 
 def _classification(z: Tensor, y: Tensor, ignore_index: int) -> Tensor:
@@ -215,20 +217,22 @@ def _classification(z: Tensor, y: Tensor, ignore_index: int) -> Tensor:
     n = weight.sum()
     y = y.clamp(0, classes - 1)
     largest, best = z.max(1)
-    lowest, highest = z.amin(), largest.amax()  # NaN if there is one
-    sums, log_normalizer = z.sum(1), z.logsumexp(1)
+    lowest = torch.where(valid, z.amin(1), torch.inf).amin()  # NaN if there is one
+    highest = torch.where(valid, largest, -torch.inf).amax()
+    z = torch.where(valid[:, None], z, 0.0)  # items that are left out may have NaN
+    sums, log_normalizer = z.sum(1), torch.where(valid, z.logsumexp(1), 0.0)
     cross_entropy = (weight * (log_normalizer - z.gather(1, y[:, None])[:, 0])).nan_to_num(posinf=torch.inf).sum() / n
     cross_entropy = torch.where(lowest.isfinite() & highest.isfinite(), cross_entropy, torch.nan)
-    is_probability = (lowest >= 0) & ((sums - 1).abs() < 1e-3).all()
-    of_logits = torch.stack([is_probability.double(), torch.maximum(-lowest, highest), log_normalizer.mean()])
+    is_probability = (lowest >= 0) & torch.where(valid, (sums - 1).abs() < 1e-3, True).all()
+    of_logits = torch.stack([is_probability.double(), torch.maximum(-lowest, highest), log_normalizer.sum() / n])
     of_logits = torch.where(_are_logarithms(log_normalizer), torch.nan, of_logits)
     mean = (weight * y).sum() / n
     predicted = torch.zeros(classes, dtype=torch.float64, device=z.device)
-    predicted = predicted.index_add(0, best, torch.ones_like(weight))
+    predicted = predicted.index_add(0, best, weight)
     labelled = torch.zeros_like(predicted).index_add(0, y, weight)
     return torch.stack(
         [
-            _dependence(z - sums[:, None] / classes),
+            _dependence(z - sums[:, None] / classes, weight),
             cross_entropy,
             n.new_full((), classes),
             *of_logits,

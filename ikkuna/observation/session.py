@@ -250,8 +250,8 @@ class Session:
             self.context.is_paused = before
 
     @_resuming
-    def finish(self, for_good: bool = False) -> None:
-        """Close whatever is open, and remove the hooks of modules."""
+    def finish(self, for_good: bool = False, has_ended: bool = True) -> None:
+        """Close whatever is open, and remove the hooks of modules; with `has_ended`, a training that has not begun is reported."""
         if for_good:
             self.exchange.prepare_close()
         self._passes.end()
@@ -260,7 +260,8 @@ class Session:
         if for_good:
             self.logged.step_ends()
             self.hooks.forward.report_missing_steps()
-            self.hooks.forward.report_no_batch()
+            if has_ended:
+                self.hooks.forward.report_no_batch()
             self.hooks.optimizers.untrained.finish()
         self.hooks.modules.remove(everything=True)
 

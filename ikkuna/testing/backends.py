@@ -1,6 +1,7 @@
 """A backend that keeps all values in memory, and the checks that every backend must pass."""
 
 import math
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,7 @@ def check_backend(make: Callable[[], Backend], directory: Path) -> None:
     make : callable
         Returns a new backend.
     directory : Path
-        An empty directory for the files of the check.
+        A directory for the files of the check, each time in one of their own; nothing else may write to it meanwhile.
 
     Examples
     --------
@@ -115,8 +116,9 @@ def check_backend(make: Callable[[], Backend], directory: Path) -> None:
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     check_backend(RecordingBackend, Path(directory))
     """
-    inside = directory / "outer" / "run"
-    inside.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    inside = Path(tempfile.mkdtemp(prefix="outer", dir=directory)) / "run"
+    inside.mkdir()
     before = _files(directory)
     unused = make()
     assert unused.close(), "close() of a backend that was never opened returned False"

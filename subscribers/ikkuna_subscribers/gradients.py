@@ -376,7 +376,7 @@ class SignAgreementSubscriber(PlotSubscriber):
     quantity = Quantity(low=0.0, high=1.0, scale="share", larger="good")
 
     def __init__(self, field: str = "exp_avg", **options: Any) -> None:
-        if not isinstance(field, str) or not field:
+        if not isinstance(field, str) or not field.isidentifier():
             raise ConfigError(f"SignAgreementSubscriber needs a field such as 'exp_avg', got {field!r}")
         options.setdefault("publishes", "gradient_momentum_agreement")
         super().__init__(["weight_gradients", f"weight_state_{field}"], **options)

@@ -144,7 +144,7 @@ class OptimizerStateSubscriber(PlotSubscriber):
     quantity = Quantity(scale="log")
 
     def __init__(self, field: str, statistic: str = "norm", **options: Any) -> None:
-        if not isinstance(field, str) or not field:
+        if not isinstance(field, str) or not field.isidentifier():
             raise ConfigError(f"OptimizerStateSubscriber needs a field such as 'exp_avg', got {field!r}")
         if statistic not in _STATE_STATISTICS:
             raise ConfigError(f"OptimizerStateSubscriber needs a statistic 'norm' or 'mean', got {statistic!r}")

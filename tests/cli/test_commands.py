@@ -13,7 +13,9 @@ import time
 import pytest
 
 from ikkuna import cli
+from ikkuna.cli.commands.list import GROUPS
 from ikkuna.cli.sample_training import train_sample
+from ikkuna.metrics.messages.kinds import BUILT_IN
 from ikkuna.reading import read_run
 
 
@@ -74,12 +76,25 @@ def test_a_broken_plugin_is_named(capsys, monkeypatch):
     assert "No module named 'no_such_module'" in rows[0]["state"]
 
 
+@pytest.mark.parametrize("group", GROUPS.values())
+def test_a_plugin_of_another_class_is_refused_as_by_its_use(group, capsys, monkeypatch):
+    from importlib.metadata import EntryPoint
+
+    from ikkuna.support import plugins
+
+    found = {"bad": (EntryPoint("bad", "collections:Counter", group),)}
+    monkeypatch.setattr(plugins, "plugins", lambda asked: found if asked == group else {})
+    rows = json.loads(output(capsys, "list", "plugins", "--load", "--json", status=1))
+    assert "is the class Counter, expected a subclass of" in rows[0]["state"]
+    assert "is the class Counter" in json.loads(output(capsys, "doctor", "--json", status=1))["plugins"]["text"]
+
+
 def test_kinds_of_a_run_and_of_the_library(run, capsys):
     rows = json.loads(output(capsys, "list", "kinds", run, "--json"))
     stored = read_run(run)
     assert [row["kind"] for row in rows] == [*stored.kinds()]
     assert sum(int(row["values"]) for row in rows) == stored.count
-    assert "\nweight_updates " in output(capsys, "list", "kinds")
+    assert {row["kind"] for row in json.loads(output(capsys, "list", "kinds", "--json"))} == set(BUILT_IN)
 
 
 def test_the_doctor_measures(capsys):

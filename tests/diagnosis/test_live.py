@@ -109,7 +109,7 @@ def test_a_callback_that_raises_does_not_reach_training(bus, caplog):
     train(model, loss)
     exporter.close()
     assert "on_finding failed" in caplog.text
-    assert exporter.health().errors == 0
+    assert exporter.health().errors == 1
 
 
 def test_training_stops_at_the_end_of_the_step_only_if_asked(bus):
@@ -462,3 +462,36 @@ def test_facts_of_two_optimizers_in_turn_are_those_of_the_sampled_steps(tmp_path
     assert list(facts.steps) == list(range(0, 80, 10))
     assert set(facts.values) == {0.0}
     assert [finding.rule for finding in exporter.findings] == ["step_without_gradients"]
+
+
+class FailingRule(Rule):
+    """It fails."""
+
+    name, needs, thresholds, meaning, patience = "failing", {"loss": "LossSubscriber()"}, ("limit",), "{figure}", 1
+    limit = 1.0
+
+    def scores(self, history):
+        raise ZeroDivisionError("no number")
+
+
+class SureRule(FailingRule):
+    """It always finds something."""
+
+    name = "sure"
+
+    def scores(self, history):
+        yield Score(2.0, 2.0)
+
+
+def test_the_health_counts_errors_of_rules_and_of_the_function_for_findings(tmp_path):
+    model, loss = nn.Linear(3, 2), nn.MSELoss()
+    rules = [FailingRule(), SureRule()]
+    options = {"rules": rules, "every": 1, "on_finding": lambda finding: 1 / 0, "backend": "null", "verbosity": 0}
+    with ikkuna.watch(model, loss, log_dir=tmp_path, **options) as handle:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(150):
+            optimizer.zero_grad()
+            loss(model(torch.ones(1, 3)), torch.ones(1, 2)).backward()
+            optimizer.step()
+    assert handle.health().disabled == ("failing",)
+    assert handle.health().errors == 11

@@ -758,6 +758,20 @@ def test_the_best_weights_may_be_loaded_when_the_rate_is_lowered(lowers_rate, tm
     assert [finding.severity for finding in handle.findings] == (["info"] if lowers_rate else ["error"])
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_weights_that_move_by_their_last_bit_are_not_restored(seed, tmp_path):
+    torch.manual_seed(seed)
+    model, loss, truth = mlp(10, 32, 3), nn.CrossEntropyLoss(), torch.randn(10, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-8)
+    with ikkuna.watch(model, loss, log_dir=tmp_path, backend="null", verbosity=0) as handle:
+        for _ in range(200):
+            x = torch.randn(32, 10)
+            optimizer.zero_grad()
+            loss(model(x), (x @ truth).argmax(1)).backward()
+            optimizer.step()
+    assert "weights_restored" not in {finding.rule for finding in handle.findings}
+
+
 @pytest.mark.parametrize("seed", [3, 7, 9])
 def test_the_noise_of_a_loss_is_no_rise(seed, tmp_path):
     """The loss of an actor and a critic varies from step to step by a fifth, and does not fall."""

@@ -342,3 +342,15 @@ def test_half_precision_is_summed_in_more(dtype):
     value = float(torch.tensor(0.1, dtype=dtype))
     assert net.norm(1) == pytest.approx(100_000 * value, rel=1e-6)
     assert net.norm(2) == pytest.approx(value * math.sqrt(100_000), rel=1e-5)  # float32 inside a chunk
+
+
+@pytest.mark.parametrize("number", [2, 2.0, np.float64(2), np.int64(2), np.float32(2)])
+def test_a_number_may_be_on_either_side(number):
+    net = NetDict({"a": torch.tensor([1.0, 3.0])})
+    for found, expected in (
+        (number * net, [2, 6]),
+        (net * number, [2, 6]),
+        (number - net, [1, -1]),
+        (number / net, [2, 2 / 3]),
+    ):
+        assert found["a"].tolist() == pytest.approx(expected)

@@ -333,6 +333,9 @@ def test_a_fan_names_its_bands():
     log = [{"net/fc/weight/data/percentile/0": 0.0, "net/fc/weight/data/percentile/1": 1.0}] * 3
     [ax] = visible(plot.percentile_fan(log, percentiles=(25, 75)))
     assert ax.get_legend().texts[0].get_text() == "25 % to 75 %"
+    log = [entry | {"net/fc/weight/data/min": -1.0, "net/fc/weight/data/max": 2.0} for entry in log]
+    [ax] = visible(plot.percentile_fan(log))  # which are not those of `ikkuna.monitor`
+    assert [text.get_text() for text in ax.get_legend().texts] == ["band 1", "band 2"]
 
 
 def flow_figure():

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -13,6 +14,7 @@ from ikkuna.numerics.noise import (
     NoiseScale,
     RunningMean,
     RunningNoise,
+    gradient_snr,
     noise_scale,
     pairwise_noise_scale,
 )
@@ -125,3 +127,12 @@ def test_a_broken_step_is_left_out_of_the_running_noise():
     running.update(NoiseScale(grad_sq=5.0, trace=math.nan))
     found = running.value
     assert (found.trace, found.grad_sq, found.noise_scale) == pytest.approx((2.0, 1.0, 2.0))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+def test_the_median_of_the_ratios_is_that_of_numpy(count):
+    mean, m2 = torch.arange(1.0, count + 1) ** 2, torch.ones(count)
+    m2[:1] = 0.0 if count > 4 else 1.0  # which has no ratio
+    ratio = mean.double().square() / (m2.double() / 2)
+    expected = np.median(ratio[ratio.isfinite()].numpy())
+    assert gradient_snr(mean, m2, count=3, reduction="median").item() == pytest.approx(expected)

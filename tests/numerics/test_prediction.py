@@ -80,3 +80,14 @@ def test_a_sample_of_a_map_has_every_column(width):
     assert found[0]["label_count"] == 512
     assert found[0]["label_entropy"] > 0.9 * math.log(width)
     assert found[0]["label_entropy"] == found[1]["label_entropy"] != found[2]["label_entropy"]
+
+
+@pytest.mark.parametrize("left_out", [50.0, math.nan, math.inf])
+def test_items_that_are_left_out_have_no_part_in_any_figure(left_out):
+    z, _ = drawn(10, 6)
+    y = torch.arange(10) % 4
+    z[5:], y[5:] = left_out, -100
+    z[5:, 2] = 0.0
+    found, expected = figures(z, y), figures(z[:5], y[:5])
+    assert found == pytest.approx(expected, nan_ok=True, rel=1e-12)
+    assert math.isnan(figures(z, torch.full_like(y, -100))["output_dependence"])

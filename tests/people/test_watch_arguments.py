@@ -10,7 +10,7 @@ from torch import nn
 
 import ikkuna
 from ikkuna import schedules
-from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.errors import ConfigError, ConfigTypeError, IkkunaError
 from ikkuna.export.subscriber import NormSubscriber
 
 
@@ -113,6 +113,35 @@ def test_what_is_not_understood_is_named(model, tmp_path, arguments, options, wo
         ikkuna.watch(model, *arguments, **{"run_name": "r"} | options)
     assert [word for word in words if word not in str(error.value)] == []
     ikkuna.watch(model, log_dir=tmp_path).close()  # nothing is left from the failed call
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"every": 0}, {"backend": "nope"}, {"recorder": "x"}, {"mute": ["x"]}, {"rules": ["x"]}]
+)
+def test_a_failed_call_says_nothing_of_a_training_and_leaves_no_file(model, tmp_path, wrong, capsys):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(IkkunaError):
+        ikkuna.watch(model, log_dir=tmp_path, **wrong)
+    assert [*tmp_path.rglob("*")] == []
+    assert "no_batch" not in capsys.readouterr().err
+    del optimizer
+
+
+def test_a_second_call_does_not_say_that_a_training_has_not_begun(model, tmp_path):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    first, second = (ikkuna.watch(model, log_dir=tmp_path, verbosity=0) for _ in range(2))
+    second.close()
+    assert [finding.rule for finding in first.findings] == []
+    assert [finding.rule for finding in second.findings] == ["no_batch"]
+    del optimizer
+
+
+def test_the_kind_of_a_metric_is_needed(watch):
+    with pytest.raises(ConfigTypeError, match="metric.. needs a kind"):
+
+        @watch().metric
+        def near_zero(tensor):
+            return tensor.mean()
 
 
 def test_an_unknown_option_is_also_a_type_error(model):

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     terminal.answer(found.as_dict(), lambda: _write(found, first.name, second.name, terminal))
     if options.output and not options.json:
         terminal.write(f"wrote {options.output}")
-    return int(bool(found.partings or found.config or not found.is_same_model))
+    return int(bool(found.partings or found.config or not found.is_same_model or not found.compared))
 
 
 def _replay(options: argparse.Namespace, terminal: Terminal, one: Path, other: Path) -> int:

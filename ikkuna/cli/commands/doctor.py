@@ -65,15 +65,14 @@ def _devices() -> str:
 
 
 def _plugins() -> str:
-    from ikkuna.cli.commands.list import GROUPS
-    from ikkuna.support.plugins import load_plugin, plugins
+    from ikkuna.cli.commands.list import GROUPS, plugin_state
+    from ikkuna.errors import PluginError
+    from ikkuna.support.plugins import plugins
 
-    count = 0
-    for group in GROUPS.values():
-        for name in plugins(group):
-            load_plugin(group, name, object)
-            count += 1
-    return f"{count} plugins can be imported"
+    states = [plugin_state(topic, name) for topic, group in GROUPS.items() for name in plugins(group)]
+    if broken := [state for state in states if state != "works"]:
+        raise PluginError("; ".join(broken))
+    return f"{len(states)} plugins can be imported"
 
 
 def _measurement() -> str:

@@ -20,6 +20,13 @@ GROUPS = {
 }
 """The entry-point group of each type of plugin."""
 
+_BASES = {
+    "subscribers": "ikkuna.export.subscriber:Subscriber",
+    "presets": "ikkuna.metrics.subscriber.bases:Preset",
+    "backends": "ikkuna.visualization:Backend",
+    "rules": "ikkuna.diagnosis:Rule",
+}
+
 _TOPICS = (*GROUPS, "plugins", "kinds")
 
 
@@ -100,7 +107,7 @@ def _plugins(options: argparse.Namespace, terminal: Terminal) -> tuple[tuple[str
     rows: list[tuple[str, ...]] = []
     for topic, name, point in found:
         terminal.progress(f"{topic} {name}")
-        last = _state(GROUPS[topic], name) if options.load else describe_plugin(point)
+        last = plugin_state(topic, name) if options.load else describe_plugin(point)
         rows.append((topic.removesuffix("s"), name, _distribution(point), last))
     terminal.progress("")
     return header, rows
@@ -113,12 +120,13 @@ def _distribution(point: EntryPoint) -> str:
         return "unknown"
 
 
-def _state(group: str, name: str) -> str:
+def plugin_state(topic: str, name: str) -> str:
+    """Return "works", or why a plugin of this name is refused."""
     from ikkuna.errors import PluginError
     from ikkuna.support.plugins import load_plugin
 
     try:
-        load_plugin(group, name, object)
+        load_plugin(GROUPS[topic], name, EntryPoint("", _BASES[topic], "").load())
     except PluginError as error:
         return str(error)
     return "works"
@@ -126,10 +134,9 @@ def _state(group: str, name: str) -> str:
 
 def _kinds(path: str | None, terminal: Terminal) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     if path is None:
-        from ikkuna.metrics.messages.kinds import MODULE_KINDS, NETWORK_KINDS
+        from ikkuna.metrics.messages.kinds import BUILT_IN, is_of_module
 
-        modules = [(kind, "each module") for kind in MODULE_KINDS]
-        return ("kind", "of"), [*modules, *((kind, "the network") for kind in NETWORK_KINDS)]
+        return ("kind", "of"), [(kind, "each module" if is_of_module(kind) else "the network") for kind in BUILT_IN]
     from ikkuna.cli.terminal import chosen_run
     from ikkuna.store import read_run
 

@@ -273,7 +273,7 @@ class NetDict(Mapping[str, Any]):
     def _combine(self, other: Any, function: Callable[[Any, Any], Any]) -> "NetDict":
         if isinstance(other, Mapping):
             values = {name: function(a, b) for name, (a, b) in self.paired(other).items()}
-        elif isinstance(other, bool | int | float) or (isinstance(other, Tensor) and other.ndim == 0):
+        elif isinstance(other, Real) or (isinstance(other, Tensor) and other.ndim == 0):
             values = {name: function(value, other) for name, value in self.items()}
         else:
             return NotImplemented  # type: ignore[no-any-return]  # Python then tries the operator of the other operand
@@ -289,6 +289,8 @@ class NetDict(Mapping[str, Any]):
 
     def __rsub__(self, other: Any) -> "NetDict":
         return self._combine(other, lambda a, b: b - a)
+
+    __array_ufunc__ = None  # a number of numpy on the left lets this class multiply
 
     def __mul__(self, other: Any) -> "NetDict":
         return self._combine(other, operator.mul)

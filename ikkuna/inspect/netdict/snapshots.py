@@ -213,8 +213,12 @@ def compute_stats(
     ------
     KeyError
         If the optimizer does not have a state.
+    ConfigError
+        If there are keys and no optimizer.
     """
-    keys = [keys] if isinstance(keys, str) else keys
+    keys = [keys] if isinstance(keys, str) else list(keys)
+    if keys and optimizer is None:
+        raise ConfigError(f"compute_stats() needs an optimizer for its state {keys[0]!r}")
     nets = {"weight": get_weight(model, device="same"), "grad": get_grad(model, device="same")}
     if optimizer is not None:
         nets |= {key: get_optimizer_state(model, optimizer, key, device="same") for key in keys}

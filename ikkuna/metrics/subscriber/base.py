@@ -557,7 +557,7 @@ class Subscriber(metaclass=_RegisteringType):
 
     def _check_quantity(self) -> None:
         declared, names = self.quantity, self.publishes or self.kinds
-        several = [] if isinstance(declared, Quantity) else list(declared)
+        several = list(declared) if isinstance(declared, Sequence) else [declared]
         if wrong := [each for each in several if not isinstance(each, Quantity)]:
             raise ConfigTypeError(
                 f"{type(self).__name__}.quantity needs a Quantity, got {type(wrong[0]).__name__} {wrong[0]!r}"

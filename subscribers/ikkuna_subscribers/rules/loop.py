@@ -268,16 +268,19 @@ class WeightsRestoredRule(Rule):
     """All weights are exactly what they were at an earlier sample, although they have moved in between.
 
     A checkpoint or a copy of the weights is loaded inside the loop, and what was learned since is thrown away.
-    Threshold: the norms of all weight matrices are equal to the last bit to those of an earlier sample, with others between; two times.
+    Threshold: the norms of all weight matrices are equal to the last bit to those of an earlier sample, and one was another by 1e-6 of it
+    in the sample before; two times.  A rate that is far too low moves weights by their last bit, and back.
     It is an info if the learning rate is another one than at the earlier sample and the loss has fallen: the best weights may be loaded
     on purpose when the rate is lowered.
     Cannot see: a single return, which may be intended, as after a spike of the loss; weights that are trained before the next sample.
     """
 
     name = "weights_restored"
-    version = 2
+    version = 3
     needs = sources("weights_norm2")
-    uses = sources("weight_updates_norm2", "learning_rate")
+    uses = sources("learning_rate")
+    thresholds = ("distance",)
+    distance: float = 1e-6
     judged_on = frozenset(needs)
     severity = "error"
     patience = 1
@@ -291,11 +294,12 @@ class WeightsRestoredRule(Rule):
         if len(fresh) < 2 or not (history.is_finite or all(math.isfinite(curve.last) for _, curve in fresh)):
             return
         memory = history.memory[self.name]
-        seen, now = memory.setdefault("seen", {}), hash(tuple([(name, curve.last) for name, curve in fresh]))
+        seen, norms = memory.setdefault("seen", {}), {name: curve.last for name, curve in fresh}
+        now = hash(tuple(norms.items()))
         rates = [curve.last for curve in history.curves("learning_rate").values()]
-        before, last = seen.get(now), memory.get("last")
-        memory["last"] = now
-        if before is not None and last != now:
+        before, last = seen.get(now), memory.get("last", {})
+        memory["last"] = norms
+        if before is not None and any(abs(last.get(name, n) - n) > self.distance * n for name, n in norms.items()):
             memory["returns"] = memory.get("returns", 0) + 1
         if len(seen) < 1000:
             seen.setdefault(now, (history.step, rates))
