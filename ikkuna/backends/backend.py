@@ -203,7 +203,7 @@ class WallClock:
 
 
 class FileBackend(Backend):
-    """Passes the values of each step as one block to a :class:`~ikkuna.store.writer.FileWriter`.
+    """Passes the values of each step as one block to the thread that writes a file.
 
     Parameters
     ----------

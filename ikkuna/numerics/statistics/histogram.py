@@ -139,7 +139,7 @@ class Bins:
         return weighted.sum(axis=1).tolist(), (weighted * middle).sum(axis=1).tolist()
 
 
-class NativeBins:
+class _NativeBins:
     """Compute by the native library what `Bins` computes, with the same numbers.
 
     Parameters
@@ -278,7 +278,7 @@ class Histograms:
         """Return the buckets of each set, see `Histogram.tensorboard_buckets`."""
         return [buckets for bins in self._blocks(finite_only=True) for buckets in _made(bins, n)]
 
-    def _blocks(self, finite_only: bool) -> Iterator[Bins | NativeBins]:
+    def _blocks(self, finite_only: bool) -> Iterator[Bins | _NativeBins]:
         for first in range(0, len(self._counts), _BLOCK):
             part = slice(first, first + _BLOCK)
             counts, extrema = self._counts[part], (self._min[part], self._max[part])
@@ -286,10 +286,10 @@ class Histograms:
             if self._kernels is None:
                 yield Bins(np.stack(counts), bounds, *extrema, finite_only)
             else:
-                yield NativeBins(self._kernels, counts, bounds, *extrema, finite_only)
+                yield _NativeBins(self._kernels, counts, bounds, *extrema, finite_only)
 
 
-def _made(bins: Bins | NativeBins, n: int) -> Iterator[Buckets]:
+def _made(bins: Bins | _NativeBins, n: int) -> Iterator[Buckets]:
     """Yield the buckets of each set; one bucket of constant data."""
     begins, limits, shares = bins.buckets(_fractions(n))
     sums, squares = bins.sums()
