@@ -119,8 +119,8 @@ ENDED_BY_EXCEPTION = Mistake(
 MISSING_STEP = Mistake(
     "missing_step",
     "error",
-    meaning="{figure:.0f} forwards in training were followed by no step of an optimizer that owns parameters of the model: "
-    "it is not trained, and nothing is measured.",
+    meaning="{figure:.0f} forwards in training were followed by no step of an optimizer that owns parameters of the model, "
+    "so nothing is measured.",
     advice="call optimizer.step() after backward(); if no optimizer of torch.optim updates the model, call step() of the monitor after "
     "each step; if only a part of the model was added, set the whole model with set_model()",
     explains=names("no_learning lr_too_low plateau never_moves not_in_optimizer"),

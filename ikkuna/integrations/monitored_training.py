@@ -12,6 +12,8 @@ from ikkuna.export.exporter import Exporter
 from ikkuna.export.watch import watch
 from ikkuna.metrics.subscriber import Subscriber
 
+_TESTING = "testing"
+
 
 class MonitoredTraining:
     """Calls an exporter for a trainer.
@@ -85,9 +87,11 @@ class MonitoredTraining:
             self._epoch += 1
 
     def begin_evaluation(self) -> None:
-        """Record from now on as the pass ``testing``."""
-        if self.exporter is not None and self.is_open():
-            self.exporter.test()
+        """Record from now on as the pass ``testing``, if a subscriber takes it; otherwise as what the program evaluates in its loop."""
+        if self.exporter is None or not self.is_open():
+            return
+        if any(each.subscription.tag == _TESTING for each in self.exporter.message_bus.registered):
+            self.exporter.test(_TESTING)
 
     def end_evaluation(self) -> None:
         """Return to training."""

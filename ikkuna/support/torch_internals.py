@@ -369,6 +369,24 @@ def current_trace() -> Hashable:
     return TracingContext.get()
 
 
+def is_traced_branch() -> bool:
+    """Return whether the compiler traces a function for an operator such as ``torch.cond``, whose graph is run anew in its backward.
+
+    A hook of a tensor cannot be a part of that.  A checkpoint is such an operator too, but one that the compiler understands.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracer = InstructionTranslator.current_tx().output.current_tracer
+    while tracer.parent is not None:
+        if "checkpoint" not in str(tracer.source_target):
+            return True
+        tracer = tracer.parent
+    return False
+
+
+insert_as_constant(is_traced_branch)
+
+
 def default_store() -> Any:
     """Return the store through which the processes of the default group met.
 

@@ -177,11 +177,17 @@ def _buffers(model: nn.Module) -> _Restore:
             module._buffers[name] = buffer
             if not buffer.is_cpu and type(buffer) is Tensor and not buffer.is_inference():
                 with kept_version(buffer):
-                    buffer.copy_(value)  # without a comparison, which would wait for the device
+                    _write(buffer, value)  # without a comparison, which would wait for the device
             elif not _equal(buffer, value):  # an unneeded copy would break a backward pass that saved the buffer
-                buffer.copy_(value)
+                _write(buffer, value)
 
     return lambda: switched([gradients(False)], restore)
+
+
+def _write(buffer: Tensor, value: Tensor) -> None:
+    if buffer.shape != value.shape:  # ranges of quantisation are resized in place
+        buffer.resize_(value.shape)
+    buffer.copy_(value)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -99,3 +99,21 @@ def test_parameters_that_never_have_a_gradient_are_a_finding(tmp_path):
     [finding] = [found for found in monitor.findings if found.rule == "no_gradient"]
     assert (finding.severity, finding.module, finding.modules) == ("info", "head.0", ("head.0", "head.1"))
     assert "in 30 steps, head.0 (weight), head.0 (bias), head.1 (weight), head.1 (bias)" in finding.message
+
+
+@pytest.mark.parametrize("write", ["in place", "by data"])
+def test_weights_that_the_loop_updates_by_hand_are_no_error(write, tmp_path):
+    model, function = nn.Linear(4, 3), nn.CrossEntropyLoss()
+    with ikkuna.watch(model, function, log_dir=tmp_path, verbosity=0) as monitor:
+        for _ in range(120):
+            function(model(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
+            for parameter in model.parameters():
+                if write == "by data":
+                    parameter.data = parameter.data - 0.1 * parameter.grad
+                else:
+                    with torch.no_grad():
+                        parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    [finding] = monitor.findings
+    assert (finding.rule, finding.severity) == ("missing_step", "info")
+    assert "Something else has changed its parameters." in finding.message

@@ -1200,3 +1200,34 @@ def test_findings_are_sorted_by_severity_and_can_be_copied():
     found = copy.deepcopy(Findings(made, ["a"], {"d": "no loss"}))
     assert [finding.rule for finding in found] == ["b", "c", "a"]
     assert (found.judged, found.skipped) == (("a",), {"d": "no loss"})
+
+
+def test_a_model_with_complex_parameters_is_checked():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wave, self.head = nn.Linear(20, 16, dtype=torch.cfloat), nn.Linear(16, 10)
+
+        def forward(self, x):
+            return self.head(self.wave(x.to(torch.cfloat)).abs())
+
+    model = Model()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    found = ikkuna.preflight(model, vectors(), nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 0.1))
+    assert not found
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_is_prepared_for_quantisation_is_left_as_it_was():
+    """Its observers measure ranges in evaluation mode, and resize their buffers in place."""
+    quantisation = torch.ao.quantization
+    model = nn.Sequential(quantisation.QuantStub(), stack([20, 64, 10]), quantisation.DeQuantStub())
+    model.qconfig = quantisation.get_default_qat_qconfig("x86")
+    quantisation.prepare_qat(model.train(), inplace=True)
+    before = copy.deepcopy(model.state_dict())
+    found = ikkuna.preflight(model, vectors(), nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 0.1))
+    assert not [finding for finding in found if finding.severity != "info"]
+    after = model.state_dict()
+    assert {name for name in after if before[name].shape != after[name].shape} == set()
+    assert all(torch.equal(before[name], after[name]) for name in after)

@@ -6,6 +6,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+import ikkuna
 from ikkuna.export import Exporter
 from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
@@ -365,3 +366,60 @@ def test_eager_on_sample_puts_back_the_stance_the_user_chose(bus):
             assert torch._dynamo.eval_frame._stance.stance == "force_eager"
             train(compiled, model, loss, optimizer, steps=1)
         assert torch._dynamo.eval_frame._stance == chosen
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.one, self.other = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, self.one, self.other, (torch.relu(self.body(x)),))
+
+
+def losses_of_a_loop(model, backward, log_dir):
+    torch.manual_seed(0)
+    loss, optimizer, found = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 0.1), []
+    monitor = None if log_dir is None else ikkuna.watch(model, loss, log_dir=log_dir, every=1, verbosity=0)
+    for _ in range(6):
+        optimizer.zero_grad()
+        found.append(backward(model, loss, torch.randn(8, 4), torch.randint(3, (8,))).item())
+        optimizer.step()
+    if monitor is not None:
+        monitor.close()
+        assert monitor.history("loss").values.tolist() == pytest.approx(found)
+        assert monitor.health().errors == 0
+    return found, [parameter.tolist() for parameter in model.parameters()]
+
+
+def in_eager(model, loss, x, y):
+    value = loss(model(x), y)
+    value.backward()
+    return value
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while it traces
+@pytest.mark.parametrize("compiled", [False, True])
+def test_branches_of_a_condition_may_have_modules(compiled, tmp_path):
+    found = []
+    for log_dir in (None, tmp_path):
+        torch.manual_seed(1)
+        torch.compiler.reset()
+        model = Branches()
+        if compiled:
+            model.compile(backend="aot_eager")
+        found.append(losses_of_a_loop(model, in_eager, log_dir))
+    assert found[0] == found[1]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while it traces
+def test_a_compiled_step_may_call_the_backward(tmp_path):
+    """Compiled autograd takes what a hook returns as the gradient."""
+    found = []
+    for log_dir in (None, tmp_path):
+        torch.manual_seed(1)
+        torch.compiler.reset()
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            found.append(losses_of_a_loop(model, torch.compile(in_eager, backend="aot_eager"), log_dir))
+    assert found[0] == found[1]

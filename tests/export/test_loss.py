@@ -970,3 +970,17 @@ def test_outputs_that_are_compared_with_two_labels_have_no_figures(make, has_mod
         optimizer.zero_grad()
     kind = "output_dependence" if is_of_classes else "loss_form"
     assert sorted(watched.shown(kind)) == [1, 2, 3]
+
+
+def test_a_scripted_loss_is_observed(tmp_path):
+    model, loss = nn.Linear(8, 3), torch.jit.script(nn.CrossEntropyLoss())
+    optimizer, found = torch.optim.SGD(model.parameters(), 0.1), []
+    with ikkuna.watch(model, loss, log_dir=tmp_path, every=1, verbosity=0) as monitor:
+        for _ in range(5):
+            x = torch.randn(16, 8)
+            optimizer.zero_grad()
+            value = loss(model(x), x[:, :3].argmax(1))
+            value.backward()
+            optimizer.step()
+            found.append(value.item())
+    assert monitor.history("loss").values.tolist() == pytest.approx(found)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import ikkuna
 from ikkuna.export import Exporter
 from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.testing import RecordingBackend
@@ -155,3 +156,25 @@ def test_a_layer_that_is_frozen_for_a_while(bus, model, caplog):
     train(model, optimizer, 100, use_branch=False)
     exporter.close()
     assert len(warnings(caplog)) == 1
+
+
+def test_a_gradient_from_before_is_none_of_a_step(tmp_path):
+    """A teacher that was trained before, in evaluation mode, keeps its last gradient."""
+    student, teacher = nn.Linear(4, 3), nn.Linear(4, 3)
+    teacher(torch.randn(8, 4)).sum().backward()
+    both, optimizer = (
+        nn.ModuleDict({"student": student, "teacher": teacher.eval()}),
+        torch.optim.SGD(student.parameters(), 0.1),
+    )
+    with ikkuna.watch(
+        both, NormSubscriber("weight_gradients", backend="jsonl"), preset="default", log_dir=tmp_path, verbosity=0
+    ) as watched:
+        for _ in range(30):
+            x = torch.randn(8, 4)
+            optimizer.zero_grad()
+            with torch.no_grad():
+                goal = teacher(x)
+            (student(x) - goal).square().sum().backward()
+            optimizer.step()
+        assert set(watched.read().names("weight_gradients_norm2")) == {"student"}
+    assert "not_in_optimizer" not in {finding.rule for finding in watched.findings if finding.severity != "info"}

@@ -192,3 +192,19 @@ def test_an_exception_in_training_reaches_the_user(name, tmp_path):
         with pytest.raises(RuntimeError, match="mine"):
             trainer.train()
         monitor.exporter.close()
+
+
+def test_the_validation_of_a_trainer_is_seen_as_that_of_a_loop(tmp_path):
+    """Without a subscriber of another pass, as with the presets."""
+    function, expected, found = nn.CrossEntropyLoss(), [], []
+    seen = CallbackSubscriber("loss", lambda m: found.append(float(m.data)), tag="validation", backend="null")
+
+    class Module(digits.lightning_module()):
+        def validation_step(self, batch, index):
+            expected.append(function(self.net(batch[0]), batch[1]).item())
+
+    monitor = callback("lightning", seen, loss=function, rules=None)
+    trainer = digits.lightning_trainer(tmp_path, monitor, num_sanity_val_steps=0)
+    trainer.fit(Module(), digits.batches(), digits.batches())
+    assert found == pytest.approx(expected)
+    assert len(found) == 6 * digits.EPOCHS

@@ -219,6 +219,9 @@ def _require_samples(trial: Trial) -> None:
     norms = [m for m in trial.first_step.record.called if isinstance(m, BATCH_NORMS)]
     if any(not norm.track_running_stats for norm in norms):
         raise CannotJudgeError("the model has batch norms without running statistics, which mix samples on purpose")
+    observing = [flag for name, flag in trial.model.named_buffers() if name.endswith("observer_enabled")]
+    if any(bool(flag.any()) for flag in observing):
+        raise CannotJudgeError("the model measures ranges for its quantisation in evaluation mode, on purpose")
 
 
 def _change_by_others(trial: Trial, preferred: int) -> float:

@@ -65,8 +65,8 @@ def _restore(now: dict[str, Any], before: dict[str, Any]) -> None:
 
 def _restore_values(tensor: Tensor, value: Tensor) -> None:
     a, b = (t.to_local() if hasattr(t, "to_local") else t for t in (tensor, value))
-    if not torch.equal(a.isnan(), b.isnan()) or not torch.equal(a.nan_to_num(), b.nan_to_num()):
-        with torch.no_grad():
+    with torch.no_grad():
+        if not torch.equal(a.isnan(), b.isnan()) or not torch.equal(a.nan_to_num(), b.nan_to_num()):
             tensor.copy_(value)
 
 

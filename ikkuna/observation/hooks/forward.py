@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ikkuna.diagnosis.mistakes import MISSING_STEP, NO_BATCH
 from ikkuna.metrics.messages.stamp import TRAINING
+from ikkuna.numerics.elements import has_storage
 from ikkuna.numerics.statistics.native.hook_functions import Function
 from ikkuna.observation.hooks.backward import BackwardHooks
 from ikkuna.observation.hooks.call_stack import count_running_calls, in_dry_run, in_reentrant_checkpoint
@@ -23,6 +25,7 @@ from ikkuna.printable import listed
 from ikkuna.support.torch_internals import graph_task, sequence_number
 
 _MANY = 100  # forwards without a step: more than a step usually accumulates
+_SAMPLE = 8  # parameters, and elements of each, that show whether a model is trained
 _FEW = 20  # a gradient scaler may skip as many steps before it has found its scale
 
 
@@ -64,6 +67,7 @@ class ForwardHooks:
         self.root_has_begun: Callable[[], None] | None = None
         self.native_function: Callable[[nn.Module, ObservedSites], Function | None] = _without_native_function
         self._warned = False
+        self._first_values = list[Tensor]()
 
     # -- roots ----------------------------------------------------------------------------------------------------
 
@@ -152,6 +156,8 @@ class ForwardHooks:
         )
         if decisions:
             context.apply(decisions)
+        if not step and tracker.forwards_without_step == 1:
+            self._first_values = self._some_values()
         if not step and tracker.forwards_without_step == _MANY:
             self.report_missing_steps()
 
@@ -163,8 +169,17 @@ class ForwardHooks:
             backward = "Backward passes" if self._backward.has_accumulated else "No backward pass"
             verb = "have" if self._backward.has_accumulated else "has"
             known, advice = self._found_in_place_of_step()
-            detail = f"{backward} {verb} given gradients to its parameters. {known}"
-            self.context.found(MISSING_STEP.found(count, detail=detail, advice=advice))
+            moves = not all(map(torch.equal, self._first_values, self._some_values()))
+            trained = "Something else has changed its parameters." if moves else "The model is not trained."
+            detail = f"{trained} {backward} {verb} given gradients to its parameters. {known}"
+            at_most = "info" if moves else "error"
+            self.context.found(MISSING_STEP.found(count, detail=detail, advice=advice, at_most=at_most))
+
+    def _some_values(self) -> list[Tensor]:
+        """Return copies of the first elements of some parameters, of those that are sharded of this rank's part."""
+        chosen = [named.parameter for named in self.context.parameters.all if named.parameter.requires_grad][-_SAMPLE:]
+        local = [each.to_local() if hasattr(each, "to_local") else each for each in chosen if not is_lazy(each)]
+        return [each.detach().reshape(-1)[:_SAMPLE].clone() for each in local if has_storage(each)]
 
     def report_no_batch(self) -> None:
         """Report that the program ends without any forward, if an optimizer has parameters of the model."""

@@ -25,7 +25,7 @@ from ikkuna.observation.hooks.context import (
 )
 from ikkuna.observation.hooks.hook import Hook
 from ikkuna.observation.hooks.nested_tensors import leaves, received
-from ikkuna.support.torch_internals import compiled_programs, drop_programs, skip_in_compiler
+from ikkuna.support.torch_internals import compiled_programs, drop_programs, is_traced_branch, skip_in_compiler
 
 
 class CompilerStance:
@@ -202,7 +202,7 @@ class ModuleHook(Hook):
             for path, tensor in outputs:
                 if activations:
                     observe(tensor.detach(), number, OUTPUTS, path, next_call())
-                if gradients and tensor.requires_grad:
+                if gradients and tensor.requires_grad and not is_traced_branch():
                     _register_in_graph(tensor, number, path)
 
 
@@ -255,14 +255,15 @@ class RootEndsHook(RootBeginsHook):
                 for path, tensor in outputs:
                     observe(tensor.detach(), root, OUTPUTS, path, next_call())
             for _, tensor in outputs:
-                if tensor.requires_grad:
+                if tensor.requires_grad and not is_traced_branch():
                     _report_gradient(tensor, root, GRADIENTS, "")
                     break
 
 
 def _report_gradient(tensor: Tensor, number: Tensor, role: int, path: str) -> None:
     call = next_call()
-    tensor.register_hook(lambda grad: observe(grad.detach(), number, role, path, call))
+    # compiled autograd takes the result of a hook as the gradient, also if it is None
+    tensor.register_hook(lambda grad: (observe(grad.detach(), number, role, path, call), grad)[1])
 
 
 def _register_in_graph(output: Tensor, number: Tensor, path: str) -> None:
@@ -274,5 +275,5 @@ def _register_in_graph(output: Tensor, number: Tensor, path: str) -> None:
     size, stride, call = output.size(), output.stride(), next_call()
     _report_gradient(output, number, VIEW, path)
     base.register_hook(
-        lambda grad: observe(grad.detach().contiguous().as_strided(size, stride), number, BASE, path, call)
+        lambda grad: (observe(grad.detach().contiguous().as_strided(size, stride), number, BASE, path, call), grad)[1]
     )

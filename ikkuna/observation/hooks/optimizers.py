@@ -224,7 +224,7 @@ class OptimizerHooks:
         owners = parameters.owners()
         unowned = owners.unowned
         if not closure and (unowned or self.untrained.settled is not parameters.all):
-            self.untrained.note_gradients(parameters.all, unowned)
+            self.untrained.note_gradients(parameters.all, parameters.unowned())
         if not context.recorder.plan.parameters:
             return
         observed = parameters.of(optimizer)
@@ -249,7 +249,7 @@ class OptimizerHooks:
             return
         owners = parameters.owners(optimizer)
         if (owners.unowned or self.untrained.settled is not parameters.all) and tracker.optimizers.in_closure:
-            self.untrained.note_gradients(parameters.all, owners.unowned)
+            self.untrained.note_gradients(parameters.all, parameters.unowned())
         if context.recorder.plan.parameters:
             observed = parameters.of(optimizer)
             if tracker.optimizers.in_closure:
@@ -387,7 +387,7 @@ class UntrainedParameters:
         observed : tuple of NamedParameter
             All observed parameters.
         unowned : iterable of NamedParameter
-            Those of them that no optimizer owns.
+            Those of them that no optimizer owns and that can be trained.
         """
         if observed is not self._all:
             self._track(observed)
@@ -397,9 +397,7 @@ class UntrainedParameters:
         found = {
             id(named.parameter): named
             for named in unowned
-            if id(named.parameter) not in self._unowned
-            and named.parameter.requires_grad
-            and named.parameter.grad is not None
+            if id(named.parameter) not in self._unowned and named.parameter.grad is not None
         }
         if found and self.names_unowned:
             self._unowned |= found.keys()

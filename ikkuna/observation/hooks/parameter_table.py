@@ -411,10 +411,7 @@ class ParameterTable:
 
         A frozen one may have kept a gradient of an earlier step, which is none of this step.
         """
-        unowned: Sequence[NamedParameter] = self.context.parameters.owners().unowned
-        if not all(named.parameter.requires_grad for named in unowned):
-            unowned = [named for named in unowned if named.parameter.requires_grad] or ()
-        self._record_gradients(_GRADIENTS, unowned, self.context.loss_scale.factor)
+        self._record_gradients(_GRADIENTS, self.context.parameters.unowned(), self.context.loss_scale.factor)
 
     def unclipped_gradients(self) -> None:
         """Record gradients at the end of a backward, in place of those that an earlier backward of the step has left.

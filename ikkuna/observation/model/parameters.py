@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain, count
@@ -125,6 +125,7 @@ class TrackedParameters:
         self._owners: _Owners | None = None
         self.noted: GradientState | None = None
         self._gradients_are_held = False
+        self._left: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # gradients from before
 
     # -- which parameters -----------------------------------------------------------------------------------------
 
@@ -133,6 +134,11 @@ class TrackedParameters:
         self._modules, self._roots = tuple(modules), tuple(roots)
         holders = self._note_contents()
         self._set_tracked(*self._resolve(holders))
+        self._left = {
+            key: (weakref.ref(grad), -1 if grad.is_inference() else grad._version)
+            for key, parameter in self._of_model.items()
+            if (grad := parameter.grad) is not None
+        }
 
     def have_changed(self) -> bool:
         """Return whether the model has other modules or parameters than when they were tracked."""
@@ -309,6 +315,28 @@ class TrackedParameters:
                     break
         self.noted = noted
         self._gradients_are_held = not noted and any(map(holds_gradients, self._roots))
+
+    def unowned(self) -> Sequence[NamedParameter]:
+        """Return the trainable parameters that no optimizer owns, without those whose gradient is older than the watching.
+
+        A teacher that was trained before may keep its last gradient.
+        """
+        everything = self.owners().unowned
+        chosen = [
+            named
+            for named in everything
+            if (parameter := named.parameter).requires_grad and not (self._left and self._is_left(parameter))
+        ]
+        return everything if len(chosen) == len(everything) else chosen  # the same object in each step, if possible
+
+    def _is_left(self, parameter: nn.Parameter) -> bool:
+        grad, (left, version) = parameter.grad, self._left.get(id(parameter), (None, -1))
+        return (
+            grad is not None
+            and left is not None
+            and left() is grad
+            and (grad.is_inference() or grad._version == version)
+        )
 
     def forget_gradients(self) -> None:
         """Forget what `note_gradients` has remembered, at the end of a step."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import jit, nn
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.observation.model.roots import Root, Roots, StagePosition, stage_positions, stage_within
@@ -50,8 +50,8 @@ class LossFunction(nn.Module):
 
 
 def observable_loss(loss: Any) -> nn.Module:
-    """Return a module, or a module that calls a function; raise `ConfigTypeError` if `loss` is neither."""
-    if isinstance(loss, nn.Module):
+    """Return a module, or a module that calls a function or a scripted module; raise `ConfigTypeError` if `loss` is neither."""
+    if isinstance(loss, nn.Module) and not isinstance(loss, jit.ScriptModule):
         return loss
     if isinstance(loss, type) or not callable(loss):
         what = f"the class {loss.__name__}; pass an instance" if isinstance(loss, type) else type(loss).__name__
