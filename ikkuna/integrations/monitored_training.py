@@ -87,7 +87,7 @@ class MonitoredTraining:
             self._epoch += 1
 
     def begin_evaluation(self) -> None:
-        """Record from now on as the pass ``testing``, if a subscriber takes it; otherwise as what the program evaluates in its loop."""
+        """Record from now on as the pass ``testing``, if a subscriber takes it; otherwise as a validation in the loop."""
         if self.exporter is None or not self.is_open():
             return
         if any(each.subscription.tag == _TESTING for each in self.exporter.message_bus.registered):

@@ -370,9 +370,10 @@ def current_trace() -> Hashable:
 
 
 def is_traced_branch() -> bool:
-    """Return whether the compiler traces a function for an operator such as ``torch.cond``, whose graph is run anew in its backward.
+    """Return whether the compiler traces a function for an operator such as ``torch.cond``.
 
-    A hook of a tensor cannot be a part of that.  A checkpoint is such an operator too, but one that the compiler understands.
+    Its backward runs the graph anew, of which a hook of a tensor cannot be a part.
+    A checkpoint is such an operator too, but one that the compiler understands.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 

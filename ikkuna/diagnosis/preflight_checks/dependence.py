@@ -287,7 +287,7 @@ def relative_change(a: Tensor, b: Tensor, scale_of: Tensor) -> float:
 
 
 def require_no_state(trial: Trial) -> None:
-    """Raise if the output for the same batch changes with the passes before, as that of a network that keeps its recurrent state.
+    """Raise if the output for one batch changes with the passes before, as that of a network that keeps its state.
 
     Raises
     ------
