@@ -225,6 +225,17 @@ DEAD_UNITS = Mistake(
         "plateau never_moves update_ratio"
     ),
 )
+ZERO_GRADIENT = Mistake(
+    "zero_gradient",
+    "error",
+    "warning",
+    meaning="The gradient of the weight is exactly zero, while other parameters receive one.",
+    advice="look at its inputs, which are zero if the units of the layer before it are dead, "
+    "and at what uses its output: a product with zero, or a branch that the loss does not use",
+    explains=names(
+        "signal_lost no_learning lr_too_low ignores_input never_moves rank_collapse plateau vanishing_gradient"
+    ),
+)
 SIGNAL_LOST = Mistake(
     "signal_lost",
     "error",

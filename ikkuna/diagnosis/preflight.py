@@ -31,6 +31,7 @@ CHECKS: tuple[Check, ...] = (
         models.running_statistics_fixed,
         models.untied_weights,
         signal.identical_units,
+        signal.zero_gradient,
         losses.input_scale,
         signal.nonfinite,
     ),

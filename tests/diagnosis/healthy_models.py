@@ -292,6 +292,26 @@ def language_model_with_flat_output():
 
 
 @case
+def residual_branches_and_scores_that_begin_at_zero():
+    """As in Fixup and in diffusion transformers: first the scores move, then the branches."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.branch, self.head = nn.Linear(20, 32), stack([32, 32, 32]), nn.Linear(32, 10)
+            self.scale = nn.Linear(20, 32)
+            for layer in (self.branch[-1], self.scale, self.head):
+                nn.init.zeros_(layer.weight)
+                nn.init.zeros_(layer.bias)
+
+        def forward(self, x):
+            h = self.first(x)
+            return self.head(h + self.branch(h) + self.scale(x) * h)
+
+    return Model(), vectors(), nn.CrossEntropyLoss()
+
+
+@case
 def language_model_that_keeps_its_state():
     class Stateful(LanguageModel):
         state = None

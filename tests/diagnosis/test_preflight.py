@@ -609,6 +609,38 @@ def loss_without_a_gradient():
     return classifier(loss=loss)
 
 
+@mistake(("zero_gradient", "error", "2"))
+def two_layers_of_zeros():
+    model, *rest = classifier()
+    for layer in (model[2], model[4]):
+        nn.init.zeros_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    return model, *rest
+
+
+@mistake(("zero_gradient", "error", "adapter.0"))
+def an_adapter_of_zeros():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.adapter = nn.Sequential(nn.Linear(20, 4, bias=False), nn.Linear(4, 20, bias=False))
+            self.net = stack([20, 64, 10])
+
+        def forward(self, x):
+            return self.net(x + self.adapter(x))
+
+    model, *rest = with_optimizer(Model(), vectors(), nn.CrossEntropyLoss())
+    for layer in model.adapter:
+        nn.init.zeros_(layer.weight)
+    return model, *rest
+
+
+@mistake(("duplicate_rows", "warning", None))
+def one_row_with_many_labels():
+    x, y = vectors()
+    return classifier((x[:1].expand_as(x).clone(), y))
+
+
 # -- what the output depends on
 
 
@@ -762,6 +794,7 @@ QUICK = [
     "rnn_with_time_first",
     "transformer_language_model",
     "language_model_that_keeps_its_state",
+    "residual_branches_and_scores_that_begin_at_zero",
 ]
 QUICK_TRANSFORMERS = ["bert_masked", "gpt2", "t5"]
 

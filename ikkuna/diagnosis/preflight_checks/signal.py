@@ -15,11 +15,12 @@ from ikkuna.diagnosis.mistakes import (
     SIGNAL_LOST,
     SIGNAL_SCALE,
     VANISHING_GRADIENT,
+    ZERO_GRADIENT,
 )
 from ikkuna.diagnosis.preflight_checks.batch import by_sample, share_between_samples, widened
 from ikkuna.diagnosis.preflight_checks.first_step import CallRecord
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, main_output
-from ikkuna.diagnosis.preflight_checks.trial import Trial
+from ikkuna.diagnosis.preflight_checks.trial import Trial, gradients_with, perturbed
 from ikkuna.printable import counted, listed
 from ikkuna.store.finding import Finding
 from ikkuna.support.modules import class_name, module_of, named_modules
@@ -220,6 +221,33 @@ def _is_constant(weight: nn.Parameter) -> bool:
     if rows.ndim < 2 or len(rows) < _FEW_ROWS or rows[0].numel() < _FEW_ROWS:
         return False
     return bool(rows.any()) and torch.equal(rows, rows[:1].expand_as(rows))
+
+
+def zero_gradient(trial: Trial) -> Iterator[Finding]:
+    """Find weights that are zero and stay so, because what reads them is zero as well.
+
+    A single zero layer begins to move, and then those before it do.  So the parameters with a gradient get noise, and others that have a
+    gradient then, until there are no further ones.
+    """
+    if any(gradient is not None and not gradient.finite for gradient in trial.gradients.values()):
+        raise CannotJudgeError("a gradient is not finite")
+    moving = {name for name, gradient in trial.gradients.items() if gradient is None or gradient.rms}
+    called = {trial.names[module] for module in trial.first_step.record.called if module in trial.names}
+    zero = [
+        name
+        for name, p in trial.trainable.items()
+        if p.ndim > 1 and module_of(name) in called and name not in moving and not p.detach().any()
+    ]
+    while left := [name for name in zero if name not in moving]:
+        changed = perturbed(trial, [p for name, p in trial.trainable.items() if name in moving])
+        further = {name for name, g in gradients_with(trial, changed).items() if g is not None and bool(g.any())} - moving
+        if not further:
+            modules = tuple(dict.fromkeys(module_of(name) or trial.root for name in left))
+            detail = "It is zero and stays so, because what reads it is zero as well, whatever other parameters become."
+            advice = "of two layers one behind the other, initialise at least one at random"
+            yield ZERO_GRADIENT.found(0.0, modules[0], detail=detail, advice=advice, modules=modules)
+            return
+        moving |= further
 
 
 def nonfinite(trial: Trial) -> Iterator[Finding]:

@@ -231,6 +231,16 @@ def loss_with(trial: Trial, changed: dict[str, Tensor]) -> float:
         return float(_guarded(lambda: trial.loss_of_result(result)).sum())
 
 
+def gradients_with(trial: Trial, changed: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    """Return the gradients of the first step with other values of some parameters, see :func:`loss_with`."""
+    with trial.running(as_training=True, autograd=True):
+        values = {name: changed.get(name, p).detach().requires_grad_() for name, p in trial.trainable.items()}
+        result = _run(trial, values)
+        loss = _guarded(lambda: trial.loss_of_result(result)).sum()
+        found = torch.autograd.grad(loss, [*values.values()], allow_unused=True)
+    return dict(zip(values, found, strict=True))
+
+
 def perturbed_loss(trial: Trial, parameters: Iterable[nn.Parameter]) -> float:
     """Return the loss of the first step with noise on `parameters`, see :func:`loss_with`."""
     return loss_with(trial, perturbed(trial, parameters))

@@ -6,7 +6,7 @@ from typing import Any
 
 from ikkuna.diagnosis import History, Network, Rule, Score
 from ikkuna.diagnosis.history import GRADIENTS, middle
-from ikkuna.diagnosis.mistakes import EXPLODING_GRADIENT, NO_GRADIENT, VANISHING_GRADIENT, names
+from ikkuna.diagnosis.mistakes import EXPLODING_GRADIENT, NO_GRADIENT, VANISHING_GRADIENT, ZERO_GRADIENT, names
 from ikkuna.numerics.spike_score import LIMIT
 from ikkuna_subscribers.moments import GlobalNormSubscriber
 from ikkuna_subscribers.rules.figures import gradient_growth, gradient_scales, is_of_classes, new_scores, sources
@@ -208,7 +208,7 @@ class NoGradientRule(Rule, mistake=NO_GRADIENT):
             yield Score(float(is_found), 0.0, name, step=seen[0] if seen else None)
 
 
-class ZeroGradientRule(Rule):
+class ZeroGradientRule(Rule, mistake=ZERO_GRADIENT):
     """The gradient of a weight matrix is exactly zero at every sample, while others are not.
 
     Either its inputs are zero, as those behind dead units are, or nothing reaches it from the loss, as behind a product with zero.
@@ -216,20 +216,9 @@ class ZeroGradientRule(Rule):
     Cannot see: gradients that are tiny and not zero (that is the rule vanishing_gradient).
     """
 
-    name = "zero_gradient"
-    severity_while_falling = "warning"
     needs = sources("weight_gradients_norm2")
-    severity = "error"
     patience = 5
     origin = "last"
-    explains = names(
-        "signal_lost no_learning lr_too_low ignores_input never_moves rank_collapse plateau vanishing_gradient"
-    )
-    meaning = "Every gradient of the weight has been exactly zero, while other weights receive one."
-    advice = (
-        "look at its inputs, which are zero if the units of the layer before it are dead, "
-        "and at what uses its output: a product with zero, or a branch that the loss does not use"
-    )
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield 1 for each matrix whose gradient is zero."""
