@@ -303,6 +303,12 @@ RUNNING_STATISTICS_FIXED = Mistake(
     advice="use a momentum above 0, such as 0.1; PyTorch multiplies the new statistics by it",
     explains=names("running_statistics"),
 )
+STATISTICS_OF_LAST_BATCHES = Mistake(
+    "statistics_of_last_batches",
+    meaning="The momentum of this normalisation is {figure:g}: its running statistics, for evaluation mode, are those of the last batches.",
+    advice="use a momentum such as 0.1; PyTorch multiplies the new statistics by it, so that 0.99 of other libraries is 0.01 here",
+    explains=names("running_statistics"),
+)
 PADDING_CHANGES_OUTPUT = Mistake(
     "padding_changes_output",
     meaning="The output changes with the amount of padding (relative change {figure:.1g}).",

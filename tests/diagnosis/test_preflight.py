@@ -134,7 +134,13 @@ def momentum_of_zero_in_a_batch_norm():
     return with_optimizer(model, vectors(), nn.CrossEntropyLoss())
 
 
-@pytest.mark.parametrize("momentum", [None, 0.1])
+@mistake(("statistics_of_last_batches", "warning", "1"))
+def momentum_of_another_library():
+    model = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64, momentum=0.99), nn.ReLU(), nn.Linear(64, 10))
+    return with_optimizer(model, vectors(), nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize("momentum", [None, 0.1, 0.5])
 def test_statistics_that_move_and_those_that_are_frozen_are_right(momentum):
     model = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64, momentum=momentum), nn.ReLU(), nn.Linear(64, 10))
     assert not ikkuna.preflight(model, vectors(), nn.CrossEntropyLoss())

@@ -12,6 +12,7 @@ from ikkuna.diagnosis.mistakes import (
     NOT_IN_OPTIMIZER,
     PARAMETER_IN_TWO_GROUPS,
     RUNNING_STATISTICS_FIXED,
+    STATISTICS_OF_LAST_BATCHES,
     UNREGISTERED_PARAMETERS,
     UNTIED_WEIGHTS,
 )
@@ -65,13 +66,24 @@ def _trained_modules(trial: Trial) -> set[str]:
     return trained
 
 
+_LAST_BATCHES = 0.9
+
+
 def running_statistics_fixed(trial: Trial) -> Iterator[Finding]:
-    """Find normalisations in training mode whose running statistics have a momentum of exactly 0."""
+    """Find normalisations in training mode whose running statistics have a momentum of exactly 0, or one of at least 0.9.
+
+    A momentum of exactly 1 may be meant to measure the statistics of one batch.
+    """
     trained = _trained_modules(trial)
     norms = ((module, name) for module, name in trial.names.items() if isinstance(module, RUNNING_NORMS))
     for norm, name in norms:
-        if norm.momentum == 0 and norm.track_running_stats and norm.training and name in trained:
+        if norm.momentum is None or not (norm.track_running_stats and norm.training and name in trained):
+            continue
+        if norm.momentum == 0:
             yield RUNNING_STATISTICS_FIXED.found(0.0, name)
+        elif norm.momentum >= _LAST_BATCHES:
+            at_most = "info" if norm.momentum == 1 else "warning"
+            yield STATISTICS_OF_LAST_BATCHES.found(norm.momentum, name, at_most=at_most)
 
 
 def unregistered_parameters(trial: Trial) -> Iterator[Finding]:

@@ -240,7 +240,9 @@ def zero_gradient(trial: Trial) -> Iterator[Finding]:
     ]
     while left := [name for name in zero if name not in moving]:
         changed = perturbed(trial, [p for name, p in trial.trainable.items() if name in moving])
-        further = {name for name, g in gradients_with(trial, changed).items() if g is not None and bool(g.any())} - moving
+        further = {
+            name for name, g in gradients_with(trial, changed).items() if g is not None and bool(g.any())
+        } - moving
         if not further:
             modules = tuple(dict.fromkeys(module_of(name) or trial.root for name in left))
             detail = "It is zero and stays so, because what reads it is zero as well, whatever other parameters become."
