@@ -1270,3 +1270,18 @@ def test_a_model_that_is_prepared_for_quantisation_is_left_as_it_was():
     after = model.state_dict()
     assert {name for name in after if before[name].shape != after[name].shape} == set()
     assert all(torch.equal(before[name], after[name]) for name in after)
+
+
+def test_a_model_that_runs_only_without_hooks_is_not_accused():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.one, self.other = nn.Linear(20, 16), nn.Linear(16, 10), nn.Linear(16, 10)
+
+        def forward(self, x):
+            return torch.cond(x.new_ones(()) > 0, self.one, self.other, (torch.relu(self.body(x)),))
+
+    model = Model()
+    found = ikkuna.preflight(model, vectors(), nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 0.1))
+    assert not found
+    assert "not while these checks observe it" in found.skipped["first_step_runs"]

@@ -29,6 +29,8 @@ def first_step_runs(trial: Trial) -> Iterator[Finding]:
     if stopped is not None:
         if isinstance(stopped.error, IndexOutsideError) and stopped.stage == "forward":
             yield _index_outside(stopped.error)
+        elif stopped.stage == "forward" and _runs_without_hooks(trial):
+            raise CannotJudgeError("the model runs, but not while these checks observe it, as with torch.cond")
         elif not any(_finds(check, trial) for check in (label_range, label_dtype, label_shape)):
             name = {"forward": "The forward pass", "loss": "The loss", "backward": "The backward pass"}[stopped.stage]
             detail = f"{name} raises {stopped.text}"
@@ -39,6 +41,15 @@ def first_step_runs(trial: Trial) -> Iterator[Finding]:
         detail = f"The loss has the shape {tuple(loss.shape)}, but backward() needs one number."
         advice = 'use reduction="mean", or call loss.mean().backward()'
         yield FIRST_STEP_RUNS.found(loss.numel(), detail=detail, advice=advice)
+
+
+def _runs_without_hooks(trial: Trial) -> bool:
+    try:
+        with trial.running(as_training=True, autograd=True), torch.compiler.set_stance("default"):
+            run_model(trial.model, trial.batch.copy().inputs)
+    except Exception:
+        return False
+    return True
 
 
 def _finds(check: Callable[[Trial], Iterator[Finding]], trial: Trial) -> bool:
