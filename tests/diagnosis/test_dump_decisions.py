@@ -112,7 +112,9 @@ def rows_of(step, count, codes=None, subscriber="first"):
     values = np.array([row_of(step + i) for i in range(count)])
     plan = SimpleNamespace(subscriptions=[SimpleNamespace(subscriber=subscriber)], task=EVERYTHING.task)
     keys = [(SimpleNamespace(kind="weights", module=f"m{i}" if i else None), "p") for i in range(count)]
-    return SimpleNamespace(plan=plan, codes=codes or {}, values=values, stamp=Stamp(step, step, 0), keys=keys)
+    return SimpleNamespace(
+        plan=plan, codes=codes or {}, values=values, stamp=Stamp(step, step, 0), index=SimpleNamespace(keys=keys)
+    )
 
 
 SIZE = len(COLUMNS) * 8

@@ -649,7 +649,7 @@ def test_functional_losses_give_outputs_labels_and_what_is_ignored(name, kept):
         step = len(accuracies)
         accuracies[step] = (z.argmax(1) == PADDED)[valid].float().mean().item()
         entropies[step] = F.cross_entropy(z[valid], PADDED[valid]).item()
-        magnitudes[step] = z.abs().max().item()
+        magnitudes[step] = z[valid].abs().max().item()
         return FUNCTIONAL[name](z, PADDED)
 
     train(model, loss_of)

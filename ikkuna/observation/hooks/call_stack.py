@@ -84,6 +84,7 @@ def backward_roots() -> tuple[list[tuple[Any, Any]], bool]:
 
     Examples
     --------
+    >>> import torch
     >>> x = torch.tensor(3.0, requires_grad=True)
     >>> handle = x.register_hook(lambda grad: print(backward_roots()))
     >>> x.backward()
@@ -104,6 +105,7 @@ def accumulates_gradients() -> bool:
 
     Examples
     --------
+    >>> import torch
     >>> x = torch.tensor(3.0, requires_grad=True)
     >>> handle = x.register_hook(lambda grad: print(accumulates_gradients()))
     >>> x.backward()

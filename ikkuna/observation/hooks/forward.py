@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import get_ident
 from typing import Any
 
@@ -179,7 +180,10 @@ class ForwardHooks:
         """Return copies of the first elements of some parameters, of those that are sharded of this rank's part."""
         chosen = [named.parameter for named in self.context.parameters.all if named.parameter.requires_grad][-_SAMPLE:]
         local = [each.to_local() if hasattr(each, "to_local") else each for each in chosen if not is_lazy(each)]
-        return [each.detach().reshape(-1)[:_SAMPLE].clone() for each in local if has_storage(each)]
+        dense = [each.detach() for each in local if each.layout is torch.strided and has_storage(each)]
+        with suppress(torch.OutOfMemoryError, MemoryError):
+            return [each.reshape(-1)[:_SAMPLE].clone() for each in dense]
+        return []
 
     def report_no_batch(self) -> None:
         """Report that the program ends without any forward, if an optimizer has parameters of the model."""
