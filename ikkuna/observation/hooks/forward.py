@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from threading import get_ident
 from typing import Any
 
@@ -23,6 +22,7 @@ from ikkuna.observation.hooks.nested_tensors import Leaves, batch_sizes, leaves,
 from ikkuna.observation.steps.forwards import Forward
 from ikkuna.observation.steps.step_tracker import State
 from ikkuna.printable import listed
+from ikkuna.support.failures import suppressed
 from ikkuna.support.torch_internals import graph_task, sequence_number
 
 _MANY = 100  # forwards without a step: more than a step usually accumulates
@@ -181,9 +181,10 @@ class ForwardHooks:
         chosen = [named.parameter for named in self.context.parameters.all if named.parameter.requires_grad][-_SAMPLE:]
         local = [each.to_local() if hasattr(each, "to_local") else each for each in chosen if not is_lazy(each)]
         dense = [each.detach() for each in local if each.layout is torch.strided and has_storage(each)]
-        with suppress(torch.OutOfMemoryError, MemoryError):
-            return [each.reshape(-1)[:_SAMPLE].clone() for each in dense]
-        return []
+        copies = list[Tensor]()
+        with suppressed(torch.OutOfMemoryError, MemoryError):
+            copies += [each.reshape(-1)[:_SAMPLE].clone() for each in dense]
+        return copies
 
     def report_no_batch(self) -> None:
         """Report that the program ends without any forward, if an optimizer has parameters of the model."""
