@@ -339,7 +339,7 @@ def _write_end(name: str, rules: RuleSubscriber | None, attachment: Attachment) 
 def _time_of_step(attachment: Attachment) -> str:
     """Return what watching takes of a step on the training thread, from the second step on."""
     if (steps := attachment.session.cycle.steps - 1) < 1:
-        return "a time that is known from the second step on"
+        return "an unknown time (the first step is not counted)"
     spent = 1000 * attachment.session.context.stopwatch.spent_later / steps
     return f"{spent:.2g} ms a step" if spent < 99.5 else f"{spent:.0f} ms a step"
 

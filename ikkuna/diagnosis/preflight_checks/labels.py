@@ -143,8 +143,8 @@ def duplicate_rows(trial: Trial) -> Iterator[Finding]:
     distinct = len(torch.unique(rows.reshape(size, -1), dim=0))
     share = 1 - distinct / size
     labels = trial.batch.labels
-    is_sample = distinct == 1 and not (isinstance(labels, Tensor) and len(labels.unique()) > 1)  # of the shape alone
-    if distinct < size and not is_sample:
+    has_labels = isinstance(labels, Tensor) and len(labels.unique()) > 1  # otherwise one row may stand for the shape
+    if distinct < size and (distinct > 1 or has_labels):
         at_most = "error" if share >= 0.5 else "info"
         zeros = int((rows.reshape(size, -1) == 0).all(1).sum())
         detail = f"{distinct} of {size} samples are different." + (f" {zeros} are 0 everywhere." if zeros > 1 else "")

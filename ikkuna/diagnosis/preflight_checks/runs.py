@@ -29,7 +29,7 @@ def first_step_runs(trial: Trial) -> Iterator[Finding]:
     if stopped is not None:
         if isinstance(stopped.error, IndexOutsideError) and stopped.stage == "forward":
             yield _index_outside(stopped.error)
-        elif stopped.stage == "forward" and _runs_without_hooks(trial):
+        elif stopped.stage == "forward" and _runs_with_the_compiler(trial):
             raise CannotJudgeError("the model runs, but not while these checks observe it, as with torch.cond")
         elif not any(_finds(check, trial) for check in (label_range, label_dtype, label_shape)):
             name = {"forward": "The forward pass", "loss": "The loss", "backward": "The backward pass"}[stopped.stage]
@@ -43,7 +43,8 @@ def first_step_runs(trial: Trial) -> Iterator[Finding]:
         yield FIRST_STEP_RUNS.found(loss.numel(), detail=detail, advice=advice)
 
 
-def _runs_without_hooks(trial: Trial) -> bool:
+def _runs_with_the_compiler(trial: Trial) -> bool:
+    """Return whether the forward raises only because checks run without the compiler, which ``torch.cond`` needs."""
     try:
         with trial.running(as_training=True, autograd=True), torch.compiler.set_stance("default"):
             run_model(trial.model, trial.batch.copy().inputs)

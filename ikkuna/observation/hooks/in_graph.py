@@ -262,8 +262,12 @@ class RootEndsHook(RootBeginsHook):
 
 def _report_gradient(tensor: Tensor, number: Tensor, role: int, path: str) -> None:
     call = next_call()
-    # compiled autograd takes the result of a hook as the gradient, also if it is None
-    tensor.register_hook(lambda grad: (observe(grad.detach(), number, role, path, call), grad)[1])
+
+    def report(grad: Tensor) -> Tensor:
+        observe(grad.detach(), number, role, path, call)
+        return grad  # compiled autograd would take None as the gradient
+
+    tensor.register_hook(report)
 
 
 def _register_in_graph(output: Tensor, number: Tensor, path: str) -> None:
@@ -274,6 +278,9 @@ def _register_in_graph(output: Tensor, number: Tensor, path: str) -> None:
         return
     size, stride, call = output.size(), output.stride(), next_call()
     _report_gradient(output, number, VIEW, path)
-    base.register_hook(
-        lambda grad: (observe(grad.detach().contiguous().as_strided(size, stride), number, BASE, path, call), grad)[1]
-    )
+
+    def report(grad: Tensor) -> Tensor:
+        observe(grad.detach().contiguous().as_strided(size, stride), number, BASE, path, call)
+        return grad  # as in `_report_gradient`
+
+    base.register_hook(report)
