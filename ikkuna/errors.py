@@ -17,6 +17,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import TypeGuard
 
 from ikkuna.printable import printable
 
@@ -31,6 +32,7 @@ __all__ = [
     "SnapshotError",
     "StopTraining",
     "UnknownKindError",
+    "is_integer",
     "nearest_name",
     "unknown_name",
 ]
@@ -97,6 +99,17 @@ class StopTraining(BaseException):
     def __init__(self, finding: object) -> None:
         super().__init__(str(finding))
         self.finding = finding
+
+
+def is_integer(value: object, least: int) -> TypeGuard[int]:
+    """Return whether an argument is an int, but no bool, of at least a value.
+
+    Examples
+    --------
+    >>> is_integer(1, 1), is_integer(0, 1), is_integer(True, 1), is_integer(1.0, 1)
+    (True, False, False, False)
+    """
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from ikkuna.errors import ConfigError
+from ikkuna.errors import ConfigError, is_integer
 
 __all__ = ["at", "logarithmic"]
 
@@ -27,7 +27,7 @@ def logarithmic(per_decade: int = 10) -> Callable[[int], bool]:
     >>> [step for step in range(200) if samples(step)]
     [0, 1, 2, 4, 6, 10, 18, 32, 57, 100, 178]
     """
-    if not isinstance(per_decade, int) or isinstance(per_decade, bool) or per_decade < 1:
+    if not is_integer(per_decade, 1):
         raise ConfigError(f"logarithmic() needs per_decade >= 1, got {per_decade!r}")
 
     def samples(step: int) -> bool:

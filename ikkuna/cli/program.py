@@ -56,7 +56,7 @@ def _run(arguments: list[str], terminal: Terminal) -> int:
     if not arguments:
         arguments = ["--help"]
     try:
-        options = _parser(arguments).parse_args(arguments)
+        options = _parsed(arguments)
     except SystemExit:  # of --help or --version; errors are raised as `ConfigError`
         return 0
     terminal.as_json = options.json
@@ -79,25 +79,37 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see '{self.prog} --help'")
 
 
-def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Return a parser with the command that is named first, or with all commands if none is."""
+def _parsed(arguments: list[str]) -> argparse.Namespace:
+    """Return the options of the command that is named first, which may stand between its other arguments."""
+    first, names = arguments[0], command_names()
+    if first in names:
+        return _command_parser(first).parse_intermixed_args(arguments[1:])
+    if not first.startswith("-"):
+        raise ConfigError(unknown_name("command", first, names))
     parser = _Parser("ikkuna", description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False, formatter_class=_Formatter)
     parser.add_argument("--version", action="version", version=f"ikkuna {__version__}")
-    group = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
-    names = command_names()
-    named = next((word for word in arguments if not word.startswith("-")), None)
-    if named is not None and named not in names:
-        raise ConfigError(unknown_name("command", named, names))
-    for name in names if named is None else (named,):
-        command = load_command(name)
-        summary, _, description = cleandoc(command.__doc__ or "").partition("\n\n")
-        short = f"{summary[:1].lower()}{summary[1:]}".removesuffix(".")
-        own = group.add_parser(name, help=short, description=description or summary, allow_abbrev=False)
-        if hasattr(command, "add_arguments"):
-            command.add_arguments(own)
-        own.add_argument("--json", action="store_true", help="write JSON")
-        own.set_defaults(run=command.run)
+    group = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name in names:
+        summary, _ = _texts(name)
+        group.add_parser(name, help=f"{summary[:1].lower()}{summary[1:]}".removesuffix("."))
+    return parser.parse_args(arguments)
+
+
+def _command_parser(name: str) -> _Parser:
+    summary, description = _texts(name)
+    command = load_command(name)
+    parser = _Parser(f"ikkuna {name}", description=description or summary, allow_abbrev=False)
+    if hasattr(command, "add_arguments"):
+        command.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="write JSON")
+    parser.set_defaults(run=command.run)
     return parser
+
+
+def _texts(name: str) -> tuple[str, str]:
+    """Return what a command says of itself: a sentence, and a longer text."""
+    summary, _, description = cleandoc(load_command(name).__doc__ or "").partition("\n\n")
+    return summary, description
 
 
 class _LogHandler(logging.Handler):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ikkuna.diagnosis.history import History, Network
 from ikkuna.diagnosis.mistakes import Mistake
-from ikkuna.errors import ConfigError, ConfigTypeError, PluginError, unknown_name
+from ikkuna.errors import ConfigError, ConfigTypeError, PluginError, is_integer, unknown_name
 from ikkuna.store.finding import SEVERITIES
 from ikkuna.support.failures import log
 from ikkuna.support.plugins import load_plugin, plugin_names
@@ -161,7 +161,7 @@ class Rule(ABC):
             raise ConfigError(f"{owner} is judged on {sorted(unread)}, which is in neither `needs` nor `uses`")
         for name in ("stride", "version", "patience"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_integer(value, 1):
                 raise ConfigError(f"{owner} needs {name} >= 1, got {value!r}")
         if unknown := {self.severity, self.severity_while_falling}.difference(SEVERITIES):
             raise ConfigError(f"{owner}: {unknown_name('severity', min(unknown), SEVERITIES)}")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ikkuna.diagnosis import Findings
 from ikkuna.diagnosis.recorded_preflight import RecordedPreflight
-from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.errors import ConfigError, ConfigTypeError, is_integer
 from ikkuna.export.attachment import Attachment, Health, release_unreachable
 from ikkuna.flight_recorder.options import RecorderOptions
 from ikkuna.flight_recorder.recorder import FlightRecorder
@@ -101,7 +101,7 @@ class Exporter:
         kernels: str = "native",
         compiled: str = "in_graph",
     ) -> None:
-        if not isinstance(depth, int) or isinstance(depth, bool) or depth < -1:
+        if not is_integer(depth, -1):
             raise ConfigError(f"depth must be -1 (all) or an int >= 0, got {depth!r}")
         _check_choice("kernels", kernels, "native", "eager")
         _check_choice("compiled", compiled, "in_graph", "eager_on_sample")
@@ -395,7 +395,7 @@ class Exporter:
         reward 1.5
         """
         self._attachment.require_open()
-        if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+        if step is not None and not is_integer(step, 0):
             raise ConfigError(f"log({name!r}) needs step=None or an int >= 0, got {step!r}")
         self._session.log(name, value, step)
 
@@ -516,7 +516,7 @@ class Exporter:
             If `steps` is neither ``None`` nor a positive int.
         """
         self._attachment.require_open()
-        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+        if steps is not None and not is_integer(steps, 1):
             raise ConfigError(f"sample_every() needs an int >= 1 or None, got {steps!r}")
         self._session.plans.change_sampling(every=steps)
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ikkuna.backends.backend import Backend
-from ikkuna.errors import ConfigError, ConfigTypeError, nearest_name
+from ikkuna.errors import ConfigError, ConfigTypeError, is_integer, nearest_name
 from ikkuna.export.attachment import attachments_of
 from ikkuna.export.exporter import Exporter
 from ikkuna.export.handle import WatchHandle
@@ -133,6 +133,8 @@ def watch(
     subscribers, losses = _sorted_arguments(arguments)
     options, meant = _understood(options, {"loss": loss, "every": every})
     loss, every = _one("loss", meant["loss"], *losses), meant["every"]
+    if every is not None and not is_integer(every, 1):
+        raise ConfigError(f"watch() needs every to be an int >= 1, got {every!r}")
     last, severity = (stop, None) if isinstance(stop, int) and not isinstance(stop, bool) else (None, stop)
     distance = 1 if every is None and schedule is not None else every
     given = {"subsample": distance, "start": start, "stop": last, "schedule": schedule}

@@ -3,7 +3,7 @@
 import signal
 from dataclasses import dataclass, fields
 
-from ikkuna.errors import ConfigError, unknown_name
+from ikkuna.errors import ConfigError, is_integer, unknown_name
 from ikkuna.store.finding import SEVERITIES
 from ikkuna.support.files import available_bytes
 
@@ -73,7 +73,7 @@ class RecorderOptions:
         for field in fields(self):
             value = getattr(self, field.name)
             least = 0 if field.name in ("burst", "state_every", "cool_down", "max_dumps") else 1
-            if field.type is int and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            if field.type is int and not is_integer(value, least):
                 raise ConfigError(f"{field.name} must be an int >= {least}, got {value!r}")
         if self.record_batches not in (None, True, False):
             raise ConfigError(f"record_batches must be True, False or None, got {self.record_batches!r}")

@@ -20,7 +20,7 @@ from ikkuna.diagnosis.stored_findings import event_text
 from ikkuna.diagnosis.stored_judgement import JudgedStep, JudgementBackend
 from ikkuna.diagnosis.stored_values import ReadValues
 from ikkuna.distributed.rendezvous import World
-from ikkuna.errors import ConfigError, ConfigTypeError, StopTraining, unknown_name
+from ikkuna.errors import ConfigError, ConfigTypeError, StopTraining, is_integer, unknown_name
 from ikkuna.metrics.bus.bus import Handle, MessageBus
 from ikkuna.metrics.messages.batch import MessageBatch, StepLosses
 from ikkuna.metrics.messages.kinds import FACT_KINDS, MICRO_KINDS, OBJECTIVE
@@ -504,10 +504,10 @@ def _without_muted(rules: Iterable[Rule], mute: Iterable[str]) -> tuple[list[Rul
 
 def _checked_later(every: int, later: int | None) -> int:
     """Return the number of steps between two samples from step ``30 * every`` on; from step ``300 * every`` on it doubles."""
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+    if not is_integer(every, 1):
         raise ConfigError(f"every must be an int >= 1, got {every!r}")
     later = 4 * every if later is None else later
-    if isinstance(later, bool) or not isinstance(later, int) or later < every or later % every:
+    if not is_integer(later, every) or later % every:
         raise ConfigError(f"later needs a multiple of every={every}, got {later!r}")
     return later
 
@@ -516,7 +516,7 @@ def _checked_loss_every(every: int, loss_every: int | None) -> int:
     """Return the number of steps between two samples of the loss."""
     if loss_every is None:
         return 1 if every % 2 else 2
-    if isinstance(loss_every, bool) or not isinstance(loss_every, int) or loss_every < 1 or every % loss_every:
+    if not is_integer(loss_every, 1) or every % loss_every:
         raise ConfigError(f"loss_every needs a divisor of every={every}, got {loss_every!r}")
     return loss_every
 

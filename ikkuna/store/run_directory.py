@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ikkuna.errors import ConfigError, ConfigTypeError, LogDirError
+from ikkuna.errors import ConfigError, ConfigTypeError, LogDirError, is_integer
 from ikkuna.store.append_file import make_directories, process_name, reason
 from ikkuna.store.quantity import Quantity
 from ikkuna.support.failures import log, raise_users_exception
@@ -470,7 +470,7 @@ class RunSettings:
             check_log_dir(log_dir)
         if resume not in (True, False, "auto"):
             raise ConfigError(f"resume must be True, False or 'auto', got {resume!r}")
-        if isinstance(verbosity, bool) or not isinstance(verbosity, int) or verbosity < 0:
+        if not is_integer(verbosity, 0):
             raise ConfigError(f"verbosity must be an int >= 0, got {verbosity!r}")
         plain = {} if config is None else plain_config(config)
         return cls(log_dir, check_run_name(name), plain, resume, verbosity)
@@ -541,8 +541,7 @@ class SamplingRequest(NamedTuple):
         paused, every = content.get("paused"), content.get("every", -1)
         if "paused" in content and not isinstance(paused, bool):
             raise ValueError(f"paused must be true or false, got {paused!r}")
-        is_number = isinstance(every, int) and not isinstance(every, bool) and every >= 1
-        if "every" in content and every is not None and not is_number:
+        if "every" in content and every is not None and not is_integer(every, 1):
             raise ValueError(f"every must be an int >= 1 or null, got {every!r}")
         mute = content.get("mute", [])
         if not isinstance(mute, list) or not all(isinstance(name, str) for name in mute):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Subset
 
-from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.errors import ConfigError, ConfigTypeError, is_integer
 from ikkuna.export.messages import ModuleMessage, NetworkMessage
 from ikkuna.export.subscriber import Pending, PlotSubscriber
 from ikkuna.metrics.messages.kinds import PARAMETER_KINDS, STATE_PREFIXES
@@ -43,7 +43,7 @@ def require_integers(owner: str, least: int = 1, **numbers: object) -> None:
     ikkuna.errors.ConfigError: SomeSubscriber needs window >= 1, got 0
     """
     for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        if not is_integer(number, least):
             raise ConfigError(f"{owner} needs {name} >= {least}, got {number!r}")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikkuna.errors import ConfigError
+from ikkuna.errors import ConfigError, is_integer
 from ikkuna.export.messages import Message, MessageBatch, ModuleMessage
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, SharedStatisticSubscriber, name_results
 from ikkuna.numerics.elements import readable
@@ -133,7 +133,7 @@ class HistogramSubscriber(PlotSubscriber):
     """
 
     def __init__(self, kind: str, *, bins: int = 30, exact: bool = False, subsample: int = 100, **options: Any) -> None:
-        if isinstance(bins, bool) or not isinstance(bins, int) or not 1 <= bins <= 1000:
+        if not is_integer(bins, 1) or bins > 1000:
             raise ConfigError(f"HistogramSubscriber needs a number of bins between 1 and 1000, got {bins!r}")
         super().__init__(kind, subsample=subsample, **options)
         self.bins = bins

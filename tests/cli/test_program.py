@@ -76,6 +76,11 @@ def test_bad_arguments_return_2_and_a_line(arguments, text, capsys):
     assert error.count("\n") == 1
 
 
+def test_options_may_stand_between_arguments(capsys):
+    assert cli.main(["diff", "no", "--json", "run", "--tolerance=1"]) == 2
+    assert "'no'" in capsys.readouterr().err
+
+
 @pytest.fixture
 def added(tmp_path, monkeypatch):
     """Return a function that adds a command whose ``run`` has the given body."""

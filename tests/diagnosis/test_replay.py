@@ -164,11 +164,13 @@ def test_the_command_shows_a_dump_and_says_what_is_wrong(tmp_path, capsys):
     assert main(["replay", str(dump.path)]) == 0
     assert "state.pt" in capsys.readouterr().out
     (tmp_path / "other.py").write_text("def build():\n    from torch import nn\n    return nn.Linear(2, 2)\n")
+    (tmp_path / "fails.py").write_text("def build():\n    return {}['lr']\n")
     for argument, message in {
         "nothing": "needs module:function or script.py:function",
         f"{tmp_path}/none.py:build": "there is no script",
         f"{tmp_path}/other.py:make": "has no function 'make'",
         f"{tmp_path}/other.py:build": "is of another model: among the parameters it lacks '0.bias'",
+        f"{tmp_path}/fails.py:build": f"ikkuna: KeyError: 'lr' (line 2 of {tmp_path}/fails.py)\n",
         "no_such_module:build": "cannot be imported",
     }.items():
         assert main(["replay", str(dump.path), "--script", argument]) == 2

@@ -8,12 +8,14 @@ import argparse
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
 from ikkuna.cli.terminal import Terminal, chosen_run
 from ikkuna.errors import ConfigError
+from ikkuna.support.failures import error_text
 
 if TYPE_CHECKING:
     from ikkuna.flight_recorder.dump_reading import Dump
@@ -106,7 +108,7 @@ def _chosen_dump(options: argparse.Namespace, terminal: Terminal) -> "Dump":
 def _find(dump: "Dump", options: argparse.Namespace, terminal: Terminal, facts: dict[str, Any]) -> int:
     from ikkuna.export.row_ranking import find_rows
 
-    found = find_rows(dump, _function(options.find, "--find")())
+    found = find_rows(dump, _result(options.find, "--find"))
     arrays = dump.arrays("batch_rows.npz")
     count = int((arrays["steps"] == dump.step).sum())
     lines = [f"step {dump.step}: {len(found)} of {count} rows are in the data set"]
@@ -142,7 +144,7 @@ def arguments_of_script(reference: str) -> dict[str, Any]:
     ConfigError
         If there is no such function, or if it returns something else.
     """
-    made = _function(reference, "--script")()
+    made = _result(reference, "--script")
     if isinstance(made, Mapping):
         if unknown := made.keys() - set(_NAMES):
             raise ConfigError(f"{reference} returns {sorted(map(str, unknown))[0]!r}; known are {', '.join(_NAMES)}")
@@ -154,29 +156,35 @@ def arguments_of_script(reference: str) -> dict[str, Any]:
     return found
 
 
-def _function(reference: str, option: str) -> Callable[[], Any]:
+def _result(reference: str, option: str) -> Any:
+    """Return what a function of a module or of a script returns."""
     place, _, name = reference.rpartition(":")
     if not place or not name:
         raise ConfigError(f"{option} needs module:function or script.py:function, got {reference!r}")
-    if place.endswith(".py"):
-        path = Path(place)
-        if not path.is_file():
-            raise ConfigError(f"there is no script '{path}'")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
-        sys.path.insert(0, str(path.parent.resolve()))
-        spec.loader.exec_module(module)
-    else:
+    if place.endswith(".py") and not Path(place).is_file():
+        raise ConfigError(f"there is no script '{place}'")
+    try:
+        function = getattr(_module(place), name, None)
+        if callable(function):
+            return function()
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the module of {reference!r} cannot be imported: {error}") from error
+    except Exception as error:
+        frame = extract_tb(error.__traceback__)[-1]
+        raise ConfigError(f"{error_text(error)} (line {frame.lineno} of {frame.filename})") from error
+    raise ConfigError(f"{place} has no function {name!r}")
+
+
+def _module(place: str) -> Any:
+    if not place.endswith(".py"):
         sys.path.insert(0, str(Path.cwd()))
-        try:
-            module = importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"the module of {reference!r} cannot be imported: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(f"{place} has no function {name!r}")
-    found: Callable[[], Any] = function
-    return found
+        return importlib.import_module(place)
+    path = Path(place)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec.loader.exec_module(module)
+    return module

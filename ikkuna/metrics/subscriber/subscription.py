@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.errors import ConfigError, ConfigTypeError, is_integer
 from ikkuna.metrics.messages.message import Message, ModuleMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 
@@ -168,7 +168,7 @@ class Subscription:
         schedule: Schedule | None = None,
         first: int = 0,
     ) -> None:
-        if not isinstance(subsample, int) or isinstance(subsample, bool) or subsample < 1:
+        if not is_integer(subsample, 1):
             raise ConfigError(f"subsample must be an int >= 1, got {subsample!r}")
         if tag is not None and not isinstance(tag, str):
             raise ConfigTypeError(f"tag must be the name of a pass or None, got {tag!r}")
@@ -255,8 +255,7 @@ class Subscription:
 
 def _check_range(start: object, stop: object) -> None:
     for name, value in (("start", start), ("stop", stop)):
-        is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        if not is_whole and (name == "start" or value is not None):
+        if not is_integer(value, 0) and (name == "start" or value is not None):
             raise ConfigError(f"{name} must be the number of a step, got {value!r}")
     if isinstance(start, int) and isinstance(stop, int) and stop <= start:
         raise ConfigError(f"stop must be greater than start, got start={start} and stop={stop}: no step is sampled")

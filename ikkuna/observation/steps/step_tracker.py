@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from enum import Enum
 
-from ikkuna.errors import ConfigError
+from ikkuna.errors import ConfigError, is_integer
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.observation.steps.forwards import (
     EARLIER_PART,
@@ -101,7 +101,7 @@ class StepCounters:
         ConfigError
             If `steps` is neither ``None`` nor a positive int.
         """
-        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+        if steps is not None and not is_integer(steps, 1):
             raise ConfigError(f"steps_per_epoch must be an int >= 1 or None, got {steps!r}")
         self.steps_per_epoch = steps
 
