@@ -6,7 +6,7 @@ import pytest
 
 from ikkuna.diagnosis import Judge, Network, get_rules
 from ikkuna.store.values import ModuleEntry
-from tests.diagnosis.rows import HELD_OUT, LAYERS, NETWORK, ROWS, classification, layers, sampled
+from tests.diagnosis.rows import HELD_OUT, LAYERS, NETWORK, ROWS, classification, constant, layers, sampled
 
 
 def findings(rule, series, steps=400, held_out=None):
@@ -200,6 +200,14 @@ def test_a_jump_of_a_loss_that_something_else_raises_is_an_info(bounds, severity
     """The weights have lowered the loss by 2 in each sample, and it stays where it is."""
     series = {("loss", None): lambda step: 30.0 if step == 255 else 2.0 + 0.01 * (step % 3)} | bounds
     (finding,) = findings(rule_named("loss_spike"), series)
+    assert finding.severity == severity
+
+
+@pytest.mark.parametrize(("bound", "severity"), [(0.0, "warning"), (-0.01, "warning"), (-2.0, "info")])
+def test_targets_that_raise_the_loss_by_more_than_that_of_a_constant_are_an_info(bound, severity):
+    """As in Q-learning with a rare reward: the targets are those of a network."""
+    series = ROWS["no_better_than_constant"][0] | constant(loss=2.0) | {("loss_change_bound", None): sampled([bound])}
+    (finding,) = findings(rule_named("no_better_than_constant"), series)
     assert finding.severity == severity
 
 

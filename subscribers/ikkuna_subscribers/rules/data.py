@@ -7,7 +7,7 @@ from ikkuna.diagnosis import History, Network, Rule, Score
 from ikkuna.diagnosis.history import middle
 from ikkuna.diagnosis.mistakes import IGNORES_INPUT, INPUT_SCALE, ONE_LABEL, SIGMOID_TWICE, SOFTMAX_TWICE, names
 from ikkuna_subscribers.predictions import ConstantPredictionSubscriber
-from ikkuna_subscribers.rules.figures import guessing_loss, have_moved, sources, stays_below
+from ikkuna_subscribers.rules.figures import guessing_loss, have_moved, raised_by_others, sources, stays_below
 
 
 class ClassCollapseRule(Rule):
@@ -216,12 +216,16 @@ class NoBetterThanConstantRule(Rule):
     for 3 samples in a row.
     A value is the median of 10 samples; the loss is of one form in all of them, and that of the constant has changed by less than half,
     because targets that change are made by a network.
+    It is an info if something else than the movement of the weights has raised the loss by more than that of the constant, see
+    `LossChangeBoundSubscriber`: targets that a network makes, or another term, compete.
     Cannot see: weighted losses and sums of several terms; labels that are mostly noise look the same.
     """
 
     name = "no_better_than_constant"
     severity_while_falling = "warning"
+    version = 2
     needs = sources("loss_over_constant", "loss_form", "constant_loss", "weight_updates_weights_ratio")
+    uses = sources("loss_change_bound")
     judged_on = frozenset(("loss_over_constant",))
     thresholds = ("share",)
     share: float = 0.95
@@ -245,7 +249,11 @@ class NoBetterThanConstantRule(Rule):
         now, before = share.median(10), share.median(10, skip=10)
         usual, first = constant.median(10), middle(constant.first[:10])
         is_steady = 0.5 * first < usual < 2 * first
-        yield Score(now / self.share if is_steady and now > 0.98 * before else 0.0, now)
+        yield Score(
+            now / self.share if is_steady and now > 0.98 * before else 0.0,
+            now,
+            at_most="info" if raised_by_others(history) > usual else "error",
+        )
 
 
 class WrongSignRule(Rule):
