@@ -13,7 +13,7 @@ import time
 import pytest
 
 from ikkuna import cli
-from ikkuna.cli.commands.list import GROUPS
+from ikkuna.cli.commands.list import TYPES
 from ikkuna.cli.sample_training import train_sample
 from ikkuna.metrics.messages.kinds import BUILT_IN
 from ikkuna.reading import read_run
@@ -76,7 +76,7 @@ def test_a_broken_plugin_is_named(capsys, monkeypatch):
     assert "No module named 'no_such_module'" in rows[0]["state"]
 
 
-@pytest.mark.parametrize("group", GROUPS.values())
+@pytest.mark.parametrize("group", [each.group for each in TYPES.values()])
 def test_a_plugin_of_another_class_is_refused_as_by_its_use(group, capsys, monkeypatch):
     from importlib.metadata import EntryPoint
 

@@ -65,11 +65,11 @@ def _devices() -> str:
 
 
 def _plugins() -> str:
-    from ikkuna.cli.commands.list import GROUPS, plugin_state
+    from ikkuna.cli.commands.list import TYPES, plugin_state
     from ikkuna.errors import PluginError
     from ikkuna.support.plugins import plugins
 
-    states = [plugin_state(topic, name) for topic, group in GROUPS.items() for name in plugins(group)]
+    states = [plugin_state(topic, name) for topic, plugin_type in TYPES.items() for name in plugins(plugin_type.group)]
     if broken := [state for state in states if state != "works"]:
         raise PluginError("; ".join(broken))
     return f"{len(states)} plugins can be imported"

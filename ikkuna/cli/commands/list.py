@@ -9,25 +9,27 @@ import re
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from ikkuna.cli.terminal import Terminal
 
-GROUPS = {
-    "subscribers": "ikkuna.export.subscriber",
-    "presets": "ikkuna.presets",
-    "backends": "ikkuna.backends",
-    "rules": "ikkuna.rules",
-}
-"""The entry-point group of each type of plugin."""
 
-_BASES = {
-    "subscribers": "ikkuna.export.subscriber:Subscriber",
-    "presets": "ikkuna.metrics.subscriber.bases:Preset",
-    "backends": "ikkuna.visualization:Backend",
-    "rules": "ikkuna.diagnosis:Rule",
-}
+class PluginType(NamedTuple):
+    """A type of plugin: its entry-point group, and the class that its plugins derive from, as an entry point names it."""
 
-_TOPICS = (*GROUPS, "plugins", "kinds")
+    group: str
+    base: str
+
+
+TYPES = {
+    "subscribers": PluginType("ikkuna.export.subscriber", "ikkuna.export.subscriber:Subscriber"),
+    "presets": PluginType("ikkuna.presets", "ikkuna.metrics.subscriber.bases:Preset"),
+    "backends": PluginType("ikkuna.backends", "ikkuna.visualization:Backend"),
+    "rules": PluginType("ikkuna.rules", "ikkuna.diagnosis:Rule"),
+}
+"""The types of plugins, by the name of their list."""
+
+_TOPICS = (*TYPES, "plugins", "kinds")
 
 
 def plain_text(text: str) -> str:
@@ -90,14 +92,12 @@ def _plugins(options: argparse.Namespace, terminal: Terminal) -> tuple[tuple[str
     from ikkuna.errors import PluginError, unknown_name
     from ikkuna.support.plugins import plugins
 
-    groups = GROUPS if options.topic == "plugins" else {options.topic: GROUPS[options.topic]}
     found = [
         (topic, name, point)
-        for topic in groups
-        for name in plugins(GROUPS[topic])
-        for point in plugins(GROUPS[topic])[name]
+        for topic in (TYPES if options.topic == "plugins" else (options.topic,))
+        for name, points in sorted(plugins(TYPES[topic].group).items())
+        for point in points
     ]
-    found.sort(key=lambda entry: (list(GROUPS).index(entry[0]), entry[1]))
     if options.name is not None:
         names = {name for _, name, _ in found}
         if options.name not in names:
@@ -126,7 +126,7 @@ def plugin_state(topic: str, name: str) -> str:
     from ikkuna.support.plugins import load_plugin
 
     try:
-        load_plugin(GROUPS[topic], name, EntryPoint("", _BASES[topic], "").load())
+        load_plugin(TYPES[topic].group, name, EntryPoint("", TYPES[topic].base, "").load())
     except PluginError as error:
         return str(error)
     return "works"
