@@ -64,14 +64,14 @@ LATE = {
 """Function of a case and its optimizer, called once, and the rules that may name it."""
 
 
-def delay(fault, family, later, seed=1):
+def delay(fault, family, later, seed=1, begin=BEGIN, steps=STEPS):
     """Return the rule that names a fault, and the number of steps until its finding."""
-    case, announced = Case(family, seed, STEPS), {}
+    case, announced = Case(family, seed, steps), {}
     case.dropout, case.prepare = 0.1, [lambda case: case.pick()]
-    case.on_step.append(lambda case, step, optimizer: fault(case, optimizer) if step == BEGIN else None)
+    case.on_step.append(lambda case, step, optimizer: fault(case, optimizer) if step == begin else None)
 
     def note(finding):
-        announced.setdefault(finding.rule, exporters[0].steps_seen())
+        announced.setdefault(finding.rule, max(exporters[0].steps_seen(), finding.step))
 
     exporters = []
 
@@ -82,9 +82,9 @@ def delay(fault, family, later, seed=1):
         return exporter
 
     case.train(observe)
-    named = {rule: step for rule, step in announced.items() if rule in LATE[fault] and step >= BEGIN}
+    named = {rule: step for rule, step in announced.items() if rule in LATE[fault] and step >= begin}
     rule = min(named, key=named.get, default=None)
-    return rule, named[rule] - BEGIN if rule else None
+    return rule, named[rule] - begin if rule else None
 
 
 def say(text):
