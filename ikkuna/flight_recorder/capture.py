@@ -219,6 +219,8 @@ class StepCapture:
 
     def _reference_or_copy(self, tensor: Tensor) -> KeptTensor:
         """Return a reference to a detached tensor, or a copy."""
+        if tensor.layout is not torch.strided:
+            raise CannotCopyError(f"batches of the layout {tensor.layout} are not kept")
         if not tensor.is_cpu:
             if not (self._options.record_batches or self._state_every):
                 raise CannotCopyError(

@@ -314,13 +314,18 @@ def dimension(activations: Tensor, rows: int = 128) -> Tensor:
 
 
 def _rows(x: Tensor, number: int) -> Tensor:
-    """Return at most `number` equally spaced rows, (row, unit)."""
+    """Return at most `number` equally spaced rows, (row, unit).
+
+    Their distance has no factor in common with the number of positions of a sample, so that they are of all positions.
+    """
+    positions = math.prod(x.shape[1:-1] if x.ndim <= 3 else x.shape[2:])
+    total = len(x) * positions
+    distance = max(math.ceil(total / number), 1)
+    while math.gcd(distance, positions) > 1:
+        distance += 1
     if x.ndim <= 3:
-        by_row = x.reshape(-1, x.shape[-1])
-        return by_row[:: math.ceil(len(by_row) / number)]
-    positions = math.prod(x.shape[2:])
-    total = x.shape[0] * positions
-    index = torch.arange(0, total, math.ceil(total / number), device=x.device)
+        return x.reshape(-1, x.shape[-1])[::distance]
+    index = torch.arange(0, total, distance, device=x.device)
     return x.flatten(2)[index // positions, :, index % positions]
 
 

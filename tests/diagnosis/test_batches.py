@@ -78,6 +78,29 @@ def test_the_dump_of_one_poisoned_sample_holds_the_batch_and_names_the_row(tmp_p
     assert rows["losses"][own].mean() == pytest.approx(dump.losses[step], rel=1e-5)
 
 
+class ProductOf(nn.Module):
+    """A linear layer of a sparse matrix, as that of a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 1)
+
+    def forward(self, x):
+        return torch.sparse.mm(x, self.fc.weight.T) + self.fc.bias
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("convert", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_a_sparse_batch_is_left_out(tmp_path, convert):
+    loop = Loop(tmp_path, model=ProductOf())
+    for batch in ((convert(X[:16]), Y[:16]), (convert(X[16:32]), Y[16:32])):
+        loop.step(batch)
+    dump = loop.dump()
+    assert not dump.has("batches.pt")
+    assert "batches of the layout torch.sparse" in dump.facts["left_out"]["batches.pt"]
+    assert loop.exporter.health().errors == 0
+
+
 TORCH_BUFFER, NUMPY_BUFFER = torch.empty(16, 6), np.empty((16, 6), np.float32)
 
 

@@ -27,11 +27,22 @@ def test_a_channel_of_pictures_is_a_unit():
     assert dimension(x).item() == pytest.approx(reference(rows))
 
 
-@pytest.mark.parametrize("shape", [(1000, 5), (10, 100, 5), (10, 5, 20, 5)])
-def test_of_many_rows_equally_spaced_ones_are_read(shape):
+@pytest.mark.parametrize(
+    ("shape", "distance"), [((1000, 5), 20), ((10, 100, 5), 21), ((10, 5, 20, 5), 21), ((8, 125, 5), 21)]
+)
+def test_of_many_rows_equally_spaced_ones_are_read(shape, distance):
     x = torch.randn(shape)
     rows = (x.movedim(1, -1) if x.ndim == 4 else x).reshape(-1, 5).double().numpy()
-    assert dimension(x, 50).item() == pytest.approx(reference(rows[::20]))
+    assert dimension(x, 50).item() == pytest.approx(reference(rows[::distance]))
+
+
+@pytest.mark.parametrize("samples", [63, 64, 128, 256])
+@pytest.mark.parametrize("axes", [(17,), (4, 4)])
+def test_the_rows_are_of_all_positions(samples, axes):
+    """The first position has the same values in each sample, as that of a token of the class before the first attention."""
+    x = torch.randn(samples, *axes, 6)
+    x.view(samples, -1, 6)[:, 0] = 1.0
+    assert dimension(x if len(axes) == 1 else x.movedim(-1, 1), 64).item() > 3
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
