@@ -380,7 +380,7 @@ VIEWED_AXES = Mistake(
     "error",
     meaning="A view has exchanged the axis of classes with another one without moving the elements: scores of several positions are mixed.",
     advice="use transpose or permute in place of view or reshape",
-    explains=names("no_learning plateau class_collapse"),
+    explains=names("no_learning plateau class_collapse wrong_optimum labels_of_other_samples time_leak"),
 )
 PADDING_IN_LOSS = Mistake(
     "padding_in_loss",
@@ -394,7 +394,7 @@ INVERTED_MASK = Mistake(
     meaning="The attention has weights for the padding alone, and none for the tokens before it.",
     advice="invert the mask: in MultiheadAttention key_padding_mask is True where a key is left out, and in "
     "scaled_dot_product_attention attn_mask is True where it takes part",
-    explains=names("no_learning signal_lost ignores_input plateau"),
+    explains=names("no_learning signal_lost ignores_input plateau padding_changes_output"),
 )
 TIME_LEAK = Mistake(
     "time_leak",

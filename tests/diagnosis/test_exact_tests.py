@@ -79,7 +79,7 @@ def reconstruction_with_the_wrong_sign():
     return Autoencoder(bounded=False), (x, x), loss
 
 
-@fault("wrong_optimum")
+@fault("viewed_axes")
 def scores_whose_axes_are_reshaped_instead_of_transposed():
     def loss(output, y):
         return functional.cross_entropy(output.reshape(-1, 8, 8, 4).permute(0, 3, 1, 2), y)
