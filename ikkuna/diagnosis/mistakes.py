@@ -378,7 +378,7 @@ OWN_CANDIDATE = Mistake(
 VIEWED_AXES = Mistake(
     "viewed_axes",
     "error",
-    meaning="A view has exchanged the axis of classes with another one without moving the elements: scores of several positions are mixed.",
+    meaning="A view has exchanged two axes without moving the elements: values of several positions are mixed.",
     advice="use transpose or permute in place of view or reshape",
     explains=names("no_learning plateau class_collapse wrong_optimum labels_of_other_samples time_leak"),
 )

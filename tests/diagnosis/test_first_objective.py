@@ -2,9 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 import ikkuna
-from tests.diagnosis.test_objective import RIGHT, RULES, WRONG
+from ikkuna.diagnosis.objective.graph import ObjectiveGraph
+from ikkuna.diagnosis.objective.positions import exchanged_heads
+from tests.diagnosis.healthy_models import LanguageModel
+from tests.diagnosis.test_objective import RIGHT, RULES, WRONG, train
 
 OF_SEVERAL_PASSES = {"one_label", "constant_result"}  # labels are counted, and ratios of 1 must be there twice
 
@@ -29,3 +34,117 @@ def test_right_objectives_are_not_accused_before_training(name):
 def test_wrong_objectives_are_named_before_training(name):
     make, rules = WRONG[name]
     assert rules - OF_SEVERAL_PASSES <= named(make) <= rules
+
+
+# -- views in place of a transpose ---------------------------------------------------------------------------------------
+
+SAMPLES, HEADS, LENGTH, WIDTH = 3, 4, 6, 2
+
+
+def attended(q, k=None, fused=False):
+    k = q if k is None else k
+    if fused:
+        return functional.scaled_dot_product_attention(q, k, k)
+    return (q @ k.mT).softmax(-1) @ k
+
+
+def transposed(x, fused):
+    q = x.view(SAMPLES, LENGTH, HEADS, WIDTH).transpose(1, 2)
+    return attended(q, fused=fused).transpose(1, 2).reshape(x.shape)
+
+
+def transposed_and_in_one_axis(x, fused):
+    q = x.view(SAMPLES, LENGTH, HEADS, WIDTH).transpose(1, 2).reshape(SAMPLES * HEADS, LENGTH, WIDTH)
+    return attended(q).view(SAMPLES, HEADS, LENGTH, WIDTH).transpose(1, 2).flatten(2)
+
+
+def time_first(x, fused):
+    q = x.transpose(0, 1).reshape(LENGTH, SAMPLES * HEADS, WIDTH).transpose(0, 1)
+    return attended(q).transpose(0, 1).reshape(LENGTH, SAMPLES, -1)
+
+
+def as_many_heads_as_positions(x, fused):
+    q = x[:, :HEADS].reshape(SAMPLES, HEADS, HEADS, WIDTH).transpose(1, 2)
+    return attended(q, fused=fused).transpose(1, 2).reshape(SAMPLES, HEADS, -1)
+
+
+def keys_for_groups(x, fused):
+    """Two heads share a key."""
+    q = x.view(SAMPLES, LENGTH, HEADS, WIDTH).transpose(1, 2)
+    k = x[..., : HEADS // 2 * WIDTH].reshape(SAMPLES, LENGTH, HEADS // 2, WIDTH).transpose(1, 2)
+    return attended(q, k.repeat_interleave(2, 1), fused).transpose(1, 2).flatten(2)
+
+
+def channels_first(x, fused):
+    q = x.mT.reshape(SAMPLES, HEADS, WIDTH, LENGTH).mT
+    return attended(q, fused=fused).mT.reshape(SAMPLES, HEADS * WIDTH, LENGTH)
+
+
+def windows(x, fused):
+    return attended(x.view(SAMPLES * 3, LENGTH // 3, HEADS * WIDTH)).view(x.shape)
+
+
+def split_by_a_view(x, fused):
+    return attended(x.view(SAMPLES, HEADS, LENGTH, WIDTH), fused=fused).transpose(1, 2).reshape(x.shape)
+
+
+def split_by_a_view_in_one_axis(x, fused):
+    return attended(x.view(SAMPLES * HEADS, LENGTH, WIDTH)).flatten(1)
+
+
+def merged_by_a_view(x, fused):
+    return attended(x.view(SAMPLES, LENGTH, HEADS, WIDTH).transpose(1, 2), fused=fused).reshape(x.shape)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("attention", "count"),
+    [
+        *((each, 0) for each in (transposed, transposed_and_in_one_axis, time_first, as_many_heads_as_positions)),
+        *((each, 0) for each in (keys_for_groups, channels_first, windows)),
+        *((each, 1) for each in (split_by_a_view, split_by_a_view_in_one_axis, merged_by_a_view)),
+    ],
+)
+def test_a_view_between_positions_and_heads_is_named(attention, count, fused):
+    x = nn.Linear(5, HEADS * WIDTH)(torch.randn(SAMPLES, LENGTH, 5))
+    graph = ObjectiveGraph([attention(x, fused).square().sum()])
+    assert [finding.rule for _, finding in exchanged_heads(graph.nodes)] == count * ["viewed_axes"]
+
+
+class Heads(nn.Module):
+    """A classifier of sequences with one attention."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.first, self.last, self.attention = nn.Linear(5, HEADS * WIDTH), nn.Linear(HEADS * WIDTH, 2), attention
+
+    def forward(self, x):
+        return self.last(self.attention(self.first(x), True).mean(1))
+
+
+@pytest.mark.parametrize(("attention", "rules"), [(transposed, []), (merged_by_a_view, [("viewed_axes", "first")])])
+def test_heads_are_judged_before_training_and_in_it(attention, rules, tmp_path):
+    torch.manual_seed(0)
+    model, x, y = Heads(attention), torch.randn(SAMPLES, LENGTH, 5), torch.tensor([0, 1, 1])
+    assert [(f.rule, f.module) for f in ikkuna.preflight(model, (x, y), nn.CrossEntropyLoss())] == rules
+    watched = ikkuna.watch(model, log_dir=tmp_path, backend="null")
+    train(model, lambda model: functional.cross_entropy(model(x), y), 8)
+    watched.close()
+    assert [(f.rule, f.module) for f in watched.findings if f.rule == "viewed_axes"] == rules
+
+
+# -- rows of labels ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(
+    ("order", "rules"), [([0, 1, 2, 3], []), ([0, 2, 1, 3], ["labels_of_other_samples"]), ([1, 1, 2, 3], [])]
+)
+def test_labels_that_are_the_next_inputs_of_other_rows_are_named(order, rules, flat):
+    """Labels that are those of a row of another batch are not judged."""
+    torch.manual_seed(0)
+    x = torch.randint(50, (4, 13))
+    y = x[order, 1:] if len({*order}) == len(order) else torch.cat([torch.randint(50, (1, 12)), x[1:, 1:]])
+    model = LanguageModel(flat, classes_second=not flat)
+    found = ikkuna.preflight(model, (x[:, :-1], y.flatten() if flat else y), nn.CrossEntropyLoss())
+    assert [f.rule for f in found] == rules

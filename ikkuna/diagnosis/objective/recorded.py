@@ -143,7 +143,7 @@ class RecordedObjective:
 
     def _read_operations(self, nodes: list[Any], of_model: dict[int, str]) -> None:
         """Judge the shapes and results of operations."""
-        for node, finding in operations.constant_results(nodes):
+        for node, finding in (*operations.constant_results(nodes), *positions.exchanged_heads(nodes)):
             self._found.append(replace(finding, module=_module_behind(node, of_model)))
         self._found += operations.masks_as_indices(nodes)
         self._ratios += operations.ratios_of_one(nodes)
@@ -166,6 +166,8 @@ class RecordedObjective:
         shifts = {shift for each in self._sequences if (shift := positions.offset(each)) is not None}
         recurrent = {name: module for name, module in named_modules(model) if isinstance(module, nn.RNNBase)}
         self._found += positions.wrong_offset(shifts, seen, list(recurrent.values()))
+        for each in self._sequences:
+            self._found += positions.next_of_other_rows(each, seen, list(recurrent.values()))
         for place, finding in positions.seen_labels(shifts, seen, recurrent):
             module = place if isinstance(place, str) else _module_behind(place, of_model)
             self._found.append(replace(finding, module=module))
