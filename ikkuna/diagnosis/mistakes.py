@@ -396,6 +396,13 @@ INVERTED_MASK = Mistake(
     "scaled_dot_product_attention attn_mask is True where it takes part",
     explains=names("no_learning signal_lost ignores_input plateau padding_changes_output"),
 )
+ADDED_MASK = Mistake(
+    "added_mask",
+    "error",
+    meaning="A mask of 0 and 1 is added to the scores of the attention, so that it hides no padding.",
+    advice="convert the mask to torch.bool, in the sense of this function, or add 0 and minus infinity",
+    explains=names("padding_changes_output"),
+)
 TIME_LEAK = Mistake(
     "time_leak",
     "error",

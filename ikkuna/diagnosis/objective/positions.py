@@ -406,3 +406,14 @@ def inverted_masks(seen: list[Attention], is_padding: Tensor | None) -> Iterator
         on_padding, on_words = (weights * keys).sum((1, 2, 3)), (weights * (1 - keys)).sum((1, 2, 3))
         if bool((on_padding[rows] > 0).all()) and bool((on_words[rows] == 0).all()):
             yield each.node
+
+
+def added_masks(seen: list[Attention], is_padding: Tensor | None) -> Iterator[Any]:
+    """Yield the nodes of attentions of torch to whose scores a mask of padding, or of what is none, is added as 0 and 1."""
+    for each in seen if is_padding is not None else ():
+        mask = saved_by(each.node, "attn_mask")
+        if mask is None or not mask.is_cpu or not mask.is_floating_point() or len(mask) != len(is_padding):
+            continue
+        keys = mask.flatten(1, -2)
+        if any(torch.equal(keys, hidden[:, None].to(keys).expand_as(keys)) for hidden in (is_padding, ~is_padding)):
+            yield each.node

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikkuna.diagnosis.mistakes import CONSTANT_RESULT, INVERTED_MASK, ONE_LABEL
+from ikkuna.diagnosis.mistakes import ADDED_MASK, CONSTANT_RESULT, INVERTED_MASK, ONE_LABEL
 from ikkuna.diagnosis.objective import operations, positions, sums
 from ikkuna.diagnosis.objective.graph import ObjectiveGraph, nearest_parameters, operation, terms
 from ikkuna.diagnosis.preflight_checks.batch import tensors_of, without_labels
@@ -171,8 +171,9 @@ class RecordedObjective:
         for place, finding in positions.seen_labels(shifts, seen, recurrent):
             module = place if isinstance(place, str) else _module_behind(place, of_model)
             self._found.append(replace(finding, module=module))
-        for node in positions.inverted_masks(seen, positions.padding_of(tokens)):
-            self._found.append(INVERTED_MASK.found(module=_module_behind(node, of_model)))
+        padding = positions.padding_of(tokens)
+        for mistake, masks in ((INVERTED_MASK, positions.inverted_masks), (ADDED_MASK, positions.added_masks)):
+            self._found += (mistake.found(module=_module_behind(node, of_model)) for node in masks(seen, padding))
 
     def _tokens(self) -> Tensor | None:
         """Return the only integers that the model was called with that differ between rows and have more values than a mask."""
