@@ -341,6 +341,12 @@ CONSTANT_RESULT = Mistake(
         "zero_gradient signal_lost ignores_input no_learning plateau never_moves vanishing_gradient labels_out_of_reach all_gradients_zero"
     ),
 )
+SOFTMAX_AXIS = Mistake(
+    "softmax_axis",
+    meaning="The softmax of an attention is over another axis than that of the keys, so that the weights of a query do not have the sum 1.",
+    advice="apply the softmax along the last axis of the scores, dim=-1; without dim it is not the last one",
+    explains=names("batch_leak no_activation no_learning plateau"),
+)
 MASK_AS_INDEX = Mistake(
     "mask_as_index",
     "error",

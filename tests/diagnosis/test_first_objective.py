@@ -1,5 +1,7 @@
 """The graph of the first loss is read before training as it is read in training."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.nn import functional
 
 import ikkuna
 from ikkuna.diagnosis.objective.graph import ObjectiveGraph
+from ikkuna.diagnosis.objective.operations import softmaxes_over_other_axes
 from ikkuna.diagnosis.objective.positions import exchanged_heads
 from tests.diagnosis.healthy_models import LanguageModel
 from tests.diagnosis.test_objective import RIGHT, RULES, WRONG, train
@@ -131,6 +134,58 @@ def test_heads_are_judged_before_training_and_in_it(attention, rules, tmp_path):
     train(model, lambda model: functional.cross_entropy(model(x), y), 8)
     watched.close()
     assert [(f.rule, f.module) for f in watched.findings if f.rule == "viewed_axes"] == rules
+
+
+# -- the axis of a softmax -----------------------------------------------------------------------------------------------
+
+
+def by_hand(axis, between=lambda weights: weights, queries=LENGTH):
+    """Return the result of an attention with a softmax over an axis, of which `between` is a part."""
+    x = nn.Linear(5, WIDTH)(torch.randn(SAMPLES, HEADS, LENGTH, 5))
+    scores = (x[..., :queries, :] @ x.mT / WIDTH**0.5).masked_fill(torch.zeros(LENGTH).bool(), -math.inf)
+    return between(scores.softmax(axis)) @ x
+
+
+def clusters(x):
+    """Each descriptor belongs to clusters, over which the softmax is, and a cluster is the sum of its descriptors."""
+    return nn.Conv1d(WIDTH, LENGTH, 1)(x.mT).softmax(1) @ x
+
+
+RIGHT_AXES = {
+    "keys": lambda: by_hand(-1),
+    "keys with a positive axis and dropout": lambda: by_hand(3, nn.Dropout(0.1)),
+    "slots": lambda: by_hand(-2, lambda weights: weights / weights.sum(-1, keepdim=True)),
+    "fewer queries": lambda: by_hand(-2, queries=2),
+    "the other direction": lambda: by_hand(-2, lambda weights: weights.mT),
+    "clusters": lambda: clusters(nn.Linear(5, WIDTH)(torch.randn(SAMPLES, LENGTH, 5))),
+}
+WRONG_AXES = {
+    "queries": lambda: by_hand(-2),
+    "queries with dropout": lambda: by_hand(2, nn.Dropout(0.1)),
+    "heads": lambda: by_hand(1),
+    "samples": lambda: by_hand(0),
+}
+
+
+@pytest.mark.parametrize("name", [*RIGHT_AXES, *WRONG_AXES])
+def test_a_softmax_of_attention_over_another_axis_than_keys_is_named(name):
+    graph = ObjectiveGraph([(RIGHT_AXES | WRONG_AXES)[name]().square().sum()])
+    expected = ["softmax_axis"] if name in WRONG_AXES else []
+    assert [finding.rule for _, finding in softmaxes_over_other_axes(graph.nodes)] == expected
+
+
+@pytest.mark.parametrize(
+    ("axis", "rules"), [(-1, []), (-2, ["softmax_axis"]), (1, ["softmax_axis"]), (0, ["softmax_axis"])]
+)
+def test_the_axis_of_a_softmax_is_judged_before_training(axis, rules):
+    def attention(x, fused):
+        q = x.view(-1, LENGTH, HEADS, WIDTH).transpose(1, 2)
+        return ((q @ q.mT).softmax(axis) @ q).transpose(1, 2).flatten(2)
+
+    torch.manual_seed(0)
+    batch = torch.randn(SAMPLES, LENGTH, 5), torch.tensor([0, 1, 1])
+    found = ikkuna.preflight(Heads(attention), batch, nn.CrossEntropyLoss())
+    assert [finding.rule for finding in found] == rules
 
 
 # -- rows of labels ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ RULES = {
     *("loss_contract", "label_shape", "mixed_reduction", "unbounded_loss", "own_candidate", "loss_floor", "time_leak"),
     *("label_offset", "padding_in_loss", "inverted_mask", "added_mask", "viewed_axes", "one_label", "entropy_punished", "constant_result"),
     *("codes_across_samples", "mask_as_index", "trivial_optimum", "softmax_twice", "sigmoid_twice", "no_log_softmax"),
-    "labels_no_distribution",
+    *("labels_no_distribution", "softmax_axis"),
 }  # fmt: skip
 RIGHT, WRONG = {}, {}
 

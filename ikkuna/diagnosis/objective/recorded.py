@@ -143,7 +143,8 @@ class RecordedObjective:
 
     def _read_operations(self, nodes: list[Any], of_model: dict[int, str]) -> None:
         """Judge the shapes and results of operations."""
-        for node, finding in (*operations.constant_results(nodes), *positions.exchanged_heads(nodes)):
+        by_shape = (operations.constant_results, operations.softmaxes_over_other_axes, positions.exchanged_heads)
+        for node, finding in (each for read in by_shape for each in read(nodes)):
             self._found.append(replace(finding, module=_module_behind(node, of_model)))
         self._found += operations.masks_as_indices(nodes)
         self._ratios += operations.ratios_of_one(nodes)
