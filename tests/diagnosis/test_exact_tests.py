@@ -126,6 +126,84 @@ def loss_of_the_first_row():
     return stack([20, 64, 1]), (torch.randn(32, 20), torch.randn(32, 1)), loss
 
 
+def overlap(p, y, axes=(), smooth=1.0):
+    return (2 * (p * y).sum(axes) + smooth) / ((p + y).sum(axes) + smooth)
+
+
+def masks(classes=1):
+    y = torch.randint(classes, (8, 16, 16)) if classes > 1 else (torch.rand(8, 1, 16, 16) > 0.7).float()
+    return torch.randn(8, 3, 16, 16), y
+
+
+@fault("wrong_optimum")
+def dice_score_of_the_batch():
+    return segmenter(1), masks(), lambda output, y: overlap(output.sigmoid(), y, tuple(range(4)))
+
+
+@fault("wrong_optimum")
+def dice_score_of_each_picture_behind_a_sigmoid():
+    loss = lambda output, y: overlap(output, y, (1, 2, 3), 1e-6).mean()  # noqa: E731
+    return nn.Sequential(segmenter(1), nn.Sigmoid()), masks(), loss
+
+
+def dice_of_classes(output, y):
+    marked = functional.one_hot(y, output.shape[1]).movedim(-1, 1)
+    return overlap(output.softmax(1), marked, (0, 2, 3)).mean()
+
+
+@fault("wrong_optimum")
+def dice_score_of_classes():
+    return segmenter(), masks(4), dice_of_classes
+
+
+@fault("wrong_optimum")
+def score_of_intersection_over_union():
+    def loss(output, y):
+        p = output.sigmoid()
+        both = (p * y).sum()
+        return both / (p.sum() + y.sum() - both + 1e-6)
+
+    return segmenter(1), masks(), loss
+
+
+@healthy
+def dice_loss():
+    return segmenter(1), masks(), lambda output, y: 1 - overlap(output.sigmoid(), y, tuple(range(4)))
+
+
+@healthy
+def negative_dice_score_of_classes():
+    return segmenter(), masks(4), lambda output, y: -dice_of_classes(output, y)
+
+
+@healthy
+def expected_cost_of_forbidden_actions():
+    y = (torch.rand(32, 10) > 0.7).float()
+    return stack([20, 64, 10]), (torch.randn(32, 20), y), lambda output, y: (output.softmax(1) * y).sum(1).mean()
+
+
+@healthy
+def probability_of_the_opposite():
+    y = torch.randint(2, (32, 1)).float()
+    return stack([20, 64, 1]), (torch.randn(32, 20), y), lambda output, y: (1 - output.sigmoid() - y).square().mean()
+
+
+@healthy
+def anomalies_above_samples_of_label_one():
+    def loss(output, y):
+        return (output[y == 1][:, None] - output[y == 0]).sigmoid().mean()
+
+    return stack([20, 64, 1]), (torch.randn(32, 20), torch.randint(2, (32, 1)).float()), loss
+
+
+@healthy
+def energies_that_correlate_negatively_with_quality():
+    def loss(output, y):
+        return torch.corrcoef(torch.stack([output.flatten(), y.flatten()]))[0, 1]
+
+    return stack([20, 64, 1]), (torch.randn(32, 20), torch.randint(2, (32, 1)).float()), loss
+
+
 def hinge(output, y):
     return (1 - y * output).clamp(min=0).mean()
 
