@@ -1039,6 +1039,38 @@ def test_an_activation_at_the_end_is_named_if_it_is_a_module(activation, rule, l
         assert {f.rule: f.module for f in ikkuna.preflight(model, (x, y), loss)}[rule] == module
 
 
+class Encoder(nn.Module):
+    def __init__(self, mask):
+        super().__init__()
+        self.embedding, self.mask, self.head = nn.Embedding(20, 12), mask, nn.Linear(12, 20)
+        self.layer = nn.TransformerEncoderLayer(12, 2, 24, 0.0, batch_first=True)
+
+    def forward(self, x):
+        return self.head(self.layer(self.embedding(x), src_mask=self.mask))
+
+
+@pytest.mark.parametrize(
+    ("mask", "rules"),
+    [
+        (torch.ones(6, 6).triu(1).bool(), []),
+        (torch.full((6, 6), -math.inf).triu(1), []),
+        (torch.ones(6, 6).triu(1), ["time_leak"]),
+    ],
+)
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_fast_path_of_evaluation_hides_no_later_position(mask, rules, enabled):
+    """In evaluation mode it reads a mask of numbers as one of truth."""
+    torch.manual_seed(0)
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(enabled)
+    try:
+        found = ikkuna.preflight(Encoder(mask), torch.randint(20, (8, 6)), causal=True)
+        assert torch.backends.mha.get_fastpath_enabled() == enabled
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+    assert [finding.rule for finding in found] == rules
+
+
 @pytest.mark.parametrize("name", HEALTHY)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_healthy_models_have_no_finding(name, seed):
