@@ -10,7 +10,7 @@ from torch.nn import functional
 import ikkuna
 from ikkuna.diagnosis.objective.graph import ObjectiveGraph
 from ikkuna.diagnosis.objective.operations import softmaxes_over_other_axes
-from ikkuna.diagnosis.objective.positions import exchanged_heads
+from ikkuna.diagnosis.objective.positions import added_masks, attentions, exchanged_heads
 from tests.diagnosis.healthy_models import LanguageModel
 from tests.diagnosis.test_objective import RIGHT, RULES, WRONG, train
 
@@ -203,3 +203,27 @@ def test_labels_that_are_the_next_inputs_of_other_rows_are_named(order, rules, f
     model = LanguageModel(flat, classes_second=not flat)
     found = ikkuna.preflight(model, (x[:, :-1], y.flatten() if flat else y), nn.CrossEntropyLoss())
     assert [f.rule for f in found] == rules
+
+
+# -- masks -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape_of", "count"),
+    [
+        (lambda mask: mask[:, None, None], 1),
+        (lambda mask: mask[:, None, None].expand(-1, HEADS, LENGTH, -1), 1),
+        (lambda mask: mask[:, None, None].bool(), 0),
+        (lambda mask: mask[:, None, :, None], 0),
+        (lambda mask: mask[:1], 0),
+        (lambda mask: mask[:1].T @ mask[:1], 0),
+    ],
+)
+def test_masks_of_numbers_may_have_any_shape(shape_of, count):
+    """Masks of queries, of all rows and of pairs of positions are not those of padding."""
+    hidden = torch.arange(LENGTH) >= torch.tensor([4, 3, 5])[:, None]
+    x = nn.Linear(5, WIDTH)(torch.randn(SAMPLES, HEADS, LENGTH, 5))
+    result = functional.scaled_dot_product_attention(x, x, x, shape_of((~hidden).float()))
+    seen = attentions(ObjectiveGraph([result.sum()]).nodes, SAMPLES, LENGTH)
+    assert len(seen) == 1
+    assert len(list(added_masks(seen, hidden))) == count

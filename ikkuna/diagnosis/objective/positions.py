@@ -410,9 +410,13 @@ def inverted_masks(seen: list[Attention], is_padding: Tensor | None) -> Iterator
 
 def added_masks(seen: list[Attention], is_padding: Tensor | None) -> Iterator[Any]:
     """Yield the nodes of attentions of torch to whose scores a mask of padding, or of what is none, is added as 0 and 1."""
-    for each in seen if is_padding is not None else ():
+    if is_padding is None:
+        return
+    for each in seen:
         mask = saved_by(each.node, "attn_mask")
-        if mask is None or not mask.is_cpu or not mask.is_floating_point() or len(mask) != len(is_padding):
+        if mask is None or not mask.is_cpu or not mask.is_floating_point() or mask.ndim < 3:
+            continue
+        if (len(mask), mask.shape[-1]) != is_padding.shape:
             continue
         keys = mask.flatten(1, -2)
         if any(torch.equal(keys, hidden[:, None].to(keys).expand_as(keys)) for hidden in (is_padding, ~is_padding)):
