@@ -1,6 +1,7 @@
 """The check that reads the graph of autograd of the first loss."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -35,8 +36,9 @@ def first_objective(trial: Trial) -> Iterator[Finding]:
             hook.remove()
         loss = trial.loss_of_result(result).reshape(())
         read.backward_starts(ObjectiveGraph([loss]), outputs, is_known=not batch.loss_inside)
-        output = main_output(result, batch.loss_inside)
-        (grad,) = torch.autograd.grad(loss, output, allow_unused=True) if output.requires_grad else (None,)
-        if grad is not None:
-            read.output_gradient(grad)
+        with suppress(CannotJudgeError):  # without an output the graph is read all the same
+            output = main_output(result, batch.loss_inside)
+            (grad,) = torch.autograd.grad(loss, output, allow_unused=True) if output.requires_grad else (None,)
+            if grad is not None:
+                read.output_gradient(grad)
     yield from read.findings()
