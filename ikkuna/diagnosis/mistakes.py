@@ -341,6 +341,12 @@ CONSTANT_RESULT = Mistake(
         "zero_gradient signal_lost ignores_input no_learning plateau never_moves vanishing_gradient labels_out_of_reach all_gradients_zero"
     ),
 )
+SOFTMAX_AXIS = Mistake(
+    "softmax_axis",
+    meaning="The softmax of an attention is over another axis than that of the keys, so that the weights of a query do not have the sum 1.",
+    advice="apply the softmax along the last axis of the scores, dim=-1; without dim it is not the last one",
+    explains=names("batch_leak no_activation no_learning plateau"),
+)
 MASK_AS_INDEX = Mistake(
     "mask_as_index",
     "error",
@@ -378,9 +384,9 @@ OWN_CANDIDATE = Mistake(
 VIEWED_AXES = Mistake(
     "viewed_axes",
     "error",
-    meaning="A view has exchanged the axis of classes with another one without moving the elements: scores of several positions are mixed.",
+    meaning="A view has exchanged two axes without moving the elements: values of several positions are mixed.",
     advice="use transpose or permute in place of view or reshape",
-    explains=names("no_learning plateau class_collapse"),
+    explains=names("no_learning plateau class_collapse wrong_optimum labels_of_other_samples time_leak"),
 )
 PADDING_IN_LOSS = Mistake(
     "padding_in_loss",
@@ -394,7 +400,14 @@ INVERTED_MASK = Mistake(
     meaning="The attention has weights for the padding alone, and none for the tokens before it.",
     advice="invert the mask: in MultiheadAttention key_padding_mask is True where a key is left out, and in "
     "scaled_dot_product_attention attn_mask is True where it takes part",
-    explains=names("no_learning signal_lost ignores_input plateau"),
+    explains=names("no_learning signal_lost ignores_input plateau padding_changes_output"),
+)
+ADDED_MASK = Mistake(
+    "added_mask",
+    "error",
+    meaning="A mask of 0 and 1 is added to the scores of the attention, so that it hides no padding.",
+    advice="convert the mask to torch.bool, in the sense of this function, or add 0 and minus infinity",
+    explains=names("padding_changes_output"),
 )
 TIME_LEAK = Mistake(
     "time_leak",

@@ -79,7 +79,7 @@ def reconstruction_with_the_wrong_sign():
     return Autoencoder(bounded=False), (x, x), loss
 
 
-@fault("wrong_optimum")
+@fault("viewed_axes")
 def scores_whose_axes_are_reshaped_instead_of_transposed():
     def loss(output, y):
         return functional.cross_entropy(output.reshape(-1, 8, 8, 4).permute(0, 3, 1, 2), y)
@@ -124,6 +124,84 @@ def loss_of_the_first_row():
         return functional.mse_loss(output, y, reduction="none")[0].mean()
 
     return stack([20, 64, 1]), (torch.randn(32, 20), torch.randn(32, 1)), loss
+
+
+def overlap(p, y, axes=(), smooth=1.0):
+    return (2 * (p * y).sum(axes) + smooth) / ((p + y).sum(axes) + smooth)
+
+
+def masks(classes=1):
+    y = torch.randint(classes, (8, 16, 16)) if classes > 1 else (torch.rand(8, 1, 16, 16) > 0.7).float()
+    return torch.randn(8, 3, 16, 16), y
+
+
+@fault("wrong_optimum")
+def dice_score_of_the_batch():
+    return segmenter(1), masks(), lambda output, y: overlap(output.sigmoid(), y, tuple(range(4)))
+
+
+@fault("wrong_optimum")
+def dice_score_of_each_picture_behind_a_sigmoid():
+    loss = lambda output, y: overlap(output, y, (1, 2, 3), 1e-6).mean()  # noqa: E731
+    return nn.Sequential(segmenter(1), nn.Sigmoid()), masks(), loss
+
+
+def dice_of_classes(output, y):
+    marked = functional.one_hot(y, output.shape[1]).movedim(-1, 1)
+    return overlap(output.softmax(1), marked, (0, 2, 3)).mean()
+
+
+@fault("wrong_optimum")
+def dice_score_of_classes():
+    return segmenter(), masks(4), dice_of_classes
+
+
+@fault("wrong_optimum")
+def score_of_intersection_over_union():
+    def loss(output, y):
+        p = output.sigmoid()
+        both = (p * y).sum()
+        return both / (p.sum() + y.sum() - both + 1e-6)
+
+    return segmenter(1), masks(), loss
+
+
+@healthy
+def dice_loss():
+    return segmenter(1), masks(), lambda output, y: 1 - overlap(output.sigmoid(), y, tuple(range(4)))
+
+
+@healthy
+def negative_dice_score_of_classes():
+    return segmenter(), masks(4), lambda output, y: -dice_of_classes(output, y)
+
+
+@healthy
+def expected_cost_of_forbidden_actions():
+    y = (torch.rand(32, 10) > 0.7).float()
+    return stack([20, 64, 10]), (torch.randn(32, 20), y), lambda output, y: (output.softmax(1) * y).sum(1).mean()
+
+
+@healthy
+def probability_of_the_opposite():
+    y = torch.randint(2, (32, 1)).float()
+    return stack([20, 64, 1]), (torch.randn(32, 20), y), lambda output, y: (1 - output.sigmoid() - y).square().mean()
+
+
+@healthy
+def anomalies_above_samples_of_label_one():
+    def loss(output, y):
+        return (output[y == 1][:, None] - output[y == 0]).sigmoid().mean()
+
+    return stack([20, 64, 1]), (torch.randn(32, 20), torch.randint(2, (32, 1)).float()), loss
+
+
+@healthy
+def energies_that_correlate_negatively_with_quality():
+    def loss(output, y):
+        return torch.corrcoef(torch.stack([output.flatten(), y.flatten()]))[0, 1]
+
+    return stack([20, 64, 1]), (torch.randn(32, 20), torch.randint(2, (32, 1)).float()), loss
 
 
 def hinge(output, y):
@@ -959,6 +1037,38 @@ def test_an_activation_at_the_end_is_named_if_it_is_a_module(activation, rule, l
 
     for model, module in ((inner, "1"), (Function(), None)):
         assert {f.rule: f.module for f in ikkuna.preflight(model, (x, y), loss)}[rule] == module
+
+
+class Encoder(nn.Module):
+    def __init__(self, mask):
+        super().__init__()
+        self.embedding, self.mask, self.head = nn.Embedding(20, 12), mask, nn.Linear(12, 20)
+        self.layer = nn.TransformerEncoderLayer(12, 2, 24, 0.0, batch_first=True)
+
+    def forward(self, x):
+        return self.head(self.layer(self.embedding(x), src_mask=self.mask))
+
+
+@pytest.mark.parametrize(
+    ("mask", "rules"),
+    [
+        (torch.ones(6, 6).triu(1).bool(), []),
+        (torch.full((6, 6), -math.inf).triu(1), []),
+        (torch.ones(6, 6).triu(1), ["time_leak"]),
+    ],
+)
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_fast_path_of_evaluation_hides_no_later_position(mask, rules, enabled):
+    """In evaluation mode it reads a mask of numbers as one of truth."""
+    torch.manual_seed(0)
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(enabled)
+    try:
+        found = ikkuna.preflight(Encoder(mask), torch.randint(20, (8, 6)), causal=True)
+        assert torch.backends.mha.get_fastpath_enabled() == enabled
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+    assert [finding.rule for finding in found] == rules
 
 
 @pytest.mark.parametrize("name", HEALTHY)

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:reduction", "ignore:Using a targ
 ROWS, WORDS, TIMES = 16, 11, 7
 RULES = {
     *("loss_contract", "label_shape", "mixed_reduction", "unbounded_loss", "own_candidate", "loss_floor", "time_leak"),
-    *("label_offset", "padding_in_loss", "inverted_mask", "viewed_axes", "one_label", "entropy_punished", "constant_result"),
+    *("label_offset", "padding_in_loss", "inverted_mask", "added_mask", "viewed_axes", "one_label", "entropy_punished", "constant_result"),
     *("codes_across_samples", "mask_as_index", "trivial_optimum", "softmax_twice", "sigmoid_twice", "no_log_softmax"),
-    "labels_no_distribution",
+    *("labels_no_distribution", "softmax_axis"),
 }  # fmt: skip
 RIGHT, WRONG = {}, {}
 
@@ -716,7 +716,7 @@ def autoencoder_of_words():
     return next_words(Coded(), shift=0)
 
 
-def padded(ignored, keys, tags=4):
+def padded(ignored, keys, tags=4, torchs=False):
     """Tags of words of rows that end in zeros."""
 
     def objective(model):
@@ -725,7 +725,7 @@ def padded(ignored, keys, tags=4):
         labels = torch.where(words == 0, ignored, words % tags)
         return F.cross_entropy(model(words).transpose(1, 2), labels)
 
-    return Reader(outputs=tags, keys=keys), objective
+    return Reader(outputs=tags, keys=keys, torchs=torchs), objective
 
 
 @right
@@ -754,6 +754,31 @@ def tags_of_padding():
 @wrong("inverted_mask")
 def mask_of_words():
     return padded(-100, lambda words: words != 0)
+
+
+@wrong("added_mask")
+def mask_of_padding_as_numbers():
+    return padded(-100, lambda words: (words == 0).float(), torchs=True)
+
+
+@wrong("added_mask")
+def mask_of_words_as_numbers():
+    return padded(-100, lambda words: (words != 0).float(), torchs=True)
+
+
+@right
+def mask_of_large_negative_numbers():
+    return padded(-100, lambda words: (words == 0) * -1e9, torchs=True)
+
+
+@right
+def one_is_added_to_some_scores():
+    return padded(-100, lambda words: (words > WORDS // 2).float() + (words == 0) * -1e9, torchs=True)
+
+
+@right
+def a_mask_of_truth_in_the_function_of_torch():
+    return padded(-100, lambda words: words == 0, torchs=True)
 
 
 # -- the tests ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from ikkuna.diagnosis.mistakes import (
     LOSS_FLOOR,
     MASK_AS_INDEX,
     OWN_CANDIDATE,
+    SOFTMAX_AXIS,
     TRIVIAL_OPTIMUM,
 )
 from ikkuna.diagnosis.objective.graph import Term, operation
@@ -59,6 +60,54 @@ def _over_one(node: Any) -> str:
         if channels and groups and channels // groups * size == 1:
             return "A group normalisation over one element subtracts this element from itself."
     return ""
+
+
+_ON_WEIGHTS = ("View", "UnsafeView", "ReshapeAlias", "Expand", "Alias", "ToCopy", "Mul", "NativeDropout")
+_ON_SCORES = (*_ON_WEIGHTS, "Div", "Add", "MaskedFill")
+
+
+def softmaxes_over_other_axes(nodes: Sequence[Any]) -> Iterator[tuple[Any, Finding]]:
+    """Yield the softmaxes of attentions of positions to each other over another axis than that of the keys, with a finding.
+
+    The scores are a product of matrices, and the weights are the left side of another one.  Weights that something else divides or
+    transposes in between are left out, as are those of more or fewer queries than keys: slots compete for their inputs on purpose.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from ikkuna.diagnosis.objective.graph import ObjectiveGraph
+    >>> x = torch.randn(2, 4, 3, requires_grad=True)
+    >>> graphs = [ObjectiveGraph([((x @ x.mT).softmax(axis) @ x).sum()]) for axis in (1, 2)]
+    >>> [[found.rule for _, found in softmaxes_over_other_axes(graph.nodes)] for graph in graphs]
+    [['softmax_axis'], []]
+    """
+    for node in nodes:
+        softmax = _first_behind(node, _ON_WEIGHTS) if operation(node) == "Bmm" else None
+        if softmax is None or operation(softmax) not in ("Softmax", "SafeSoftmax"):
+            continue
+        shape, axis = shape_behind(softmax) or (), saved_by(softmax, "dim")
+        if (
+            axis is None
+            or len(shape) < 3
+            or shape[-1] != shape[-2]
+            or shape[axis] < 2
+            or axis % len(shape) == len(shape) - 1
+        ):
+            continue
+        scores = _first_behind(softmax, _ON_SCORES)
+        if scores is not None and operation(scores) == "Bmm":
+            yield softmax, SOFTMAX_AXIS.found(detail=f"It is over axis {axis % len(shape)} of the shape {shape}.")
+
+
+def _first_behind(node: Any, passed: tuple[str, ...]) -> Any:
+    """Return the first operation behind a node that is none of `passed`, or has several arguments with a gradient."""
+    node = node.next_functions[0][0]
+    for _ in range(_MOST_STEPS):
+        is_single = node is not None and sum(behind is not None for behind, _ in node.next_functions) == 1
+        if not is_single or operation(node) not in passed:
+            return node
+        node = next(behind for behind, _ in node.next_functions if behind is not None)
+    return None
 
 
 def ratios_of_one(nodes: Sequence[Any]) -> bool:

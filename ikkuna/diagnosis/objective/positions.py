@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ikkuna.diagnosis.mistakes import LABEL_OFFSET, PADDING_IN_LOSS, TIME_LEAK, VIEWED_AXES
+from ikkuna.diagnosis.mistakes import LABEL_OFFSET, LABELS_OF_OTHER_SAMPLES, PADDING_IN_LOSS, TIME_LEAK, VIEWED_AXES
 from ikkuna.diagnosis.objective.graph import operation
 from ikkuna.diagnosis.preflight_checks.sequences import is_at
 from ikkuna.store.finding import Finding
@@ -205,6 +205,50 @@ def exchanged_axes(node: Any) -> Iterator[Finding]:
                 return
 
 
+def exchanged_heads(nodes: Sequence[Any]) -> Iterator[tuple[Any, Finding]]:
+    """Find views from positions of an attention to its heads, or back, in place of a transpose.
+
+    The query, the key or the result of an attention is (…, head, position, feature), and the view has (…, position, more features) on its
+    other side: a head then has pieces of some positions.  The two are not told apart if there are as many heads as positions.
+
+    Yields
+    ------
+    tuple of (object, Finding)
+        The node of the view.
+
+    Examples
+    --------
+    >>> from ikkuna.diagnosis.objective.graph import ObjectiveGraph
+    >>> x = torch.randn(2, 6, 8, requires_grad=True) * 1
+    >>> split = [x.view(2, 4, 6, 2), x.view(2, 6, 4, 2).transpose(1, 2)]
+    >>> graphs = [ObjectiveGraph([(q @ q.mT).softmax(-1).sum()]) for q in split]
+    >>> [len(list(exchanged_heads(graph.nodes))) for graph in graphs]
+    [1, 0]
+    """
+    known = {shape for node in nodes for shape in _head_shapes(node) if shape[-2] != shape[-1] > 1}
+    for node in nodes:
+        behind, place = node.next_functions[0] if operation(node) in _VIEWS else (None, 0)
+        before, after = (None, None) if behind is None else (shape_behind(behind, place), shape_behind(node))
+        if before is None or after is None or min(len(before), len(after)) < 3 or before[-2] != after[-2]:
+            continue
+        of_head, of_all = sorted((before, after), key=lambda shape: shape[-1])
+        if of_head[-1] < of_all[-1] and of_head[:-1] in known:
+            yield (
+                node,
+                VIEWED_AXES.found(detail=f"The shape {before} becomes {after}, with the positions of attention."),
+            )
+
+
+def _head_shapes(node: Any) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of queries and keys of an attention, without their features."""
+    name = operation(node)
+    if name in ("Softmax", "SafeSoftmax") and len(shape := shape_behind(node) or ()) > 2:
+        yield from (shape[:-1], (*shape[:-2], shape[-1]))
+    elif name.startswith("ScaledDotProduct"):
+        given = (saved_by(node, name) for name in ("query", "key"))
+        yield from (tuple(x.shape[:-1]) for x in given if x is not None and x.ndim > 2)
+
+
 def offset(found: LabelledTokens) -> int | None:
     """Return how many positions later the label of a position stands in the inputs; ``None`` if this does not hold for all.
 
@@ -236,9 +280,42 @@ def wrong_offset(shifts: set[int], seen: list[Attention], recurrent: list[nn.RNN
         The recurrent networks of the model.
     """
     wrong = min(shifts, key=abs, default=1)
-    is_recurrent = len(recurrent) == 1 and not recurrent[0].bidirectional and not seen
-    if 1 not in shifts and wrong != 1 and (is_recurrent or (seen and all(map(is_causal, seen)))):
+    if 1 not in shifts and wrong != 1 and _reads_forwards(seen, recurrent):
         yield LABEL_OFFSET.found(wrong)
+
+
+def _reads_forwards(seen: list[Attention], recurrent: list[nn.RNNBase]) -> bool:
+    is_recurrent = len(recurrent) == 1 and not recurrent[0].bidirectional and not seen
+    return is_recurrent or (bool(seen) and all(map(is_causal, seen)))
+
+
+def next_of_other_rows(found: LabelledTokens, seen: list[Attention], recurrent: list[nn.RNNBase]) -> Iterator[Finding]:
+    """Find rows of labels that are the next inputs of rows, not always of their own, in a model that sees no later position.
+
+    Parameters
+    ----------
+    found : LabelledTokens
+        Tokens and labels.
+    seen, recurrent : list
+        See `wrong_offset`.
+
+    Examples
+    --------
+    >>> tokens = torch.tensor([[5, 3, 4, 1, 2], [3, 4, 6, 2, 5], [1, 2, 6, 5, 3]])
+    >>> labels = torch.cat([tokens[[1, 0, 2], 1:], torch.full((3, 1), -1)], 1)
+    >>> [found.value for found in next_of_other_rows(LabelledTokens(tokens, labels), [], [nn.GRU(2, 2)])]
+    [0.66...]
+    """
+    labels, following = found.labels[:, None, :-1], found.tokens[:, 1:]
+    known = labels >= 0
+    if following.numel() * len(following) > _MOST_ELEMENTS or int(known.sum(2).min()) < _FEWEST:
+        return
+    fits = ((labels == following) | ~known).all(2)
+    moved = float((~fits.diagonal()).float().mean())
+    if moved and bool(fits.any(1).all()) and _reads_forwards(seen, recurrent):
+        detail = "The labels of each row are the next inputs of a row of the batch, but not of the same one."
+        advice = "shuffle inputs and labels together, by one permutation"
+        yield LABELS_OF_OTHER_SAMPLES.found(moved, detail=detail, advice=advice)
 
 
 def seen_labels(
@@ -328,4 +405,19 @@ def inverted_masks(seen: list[Attention], is_padding: Tensor | None) -> Iterator
         weights = each.weights.float()
         on_padding, on_words = (weights * keys).sum((1, 2, 3)), (weights * (1 - keys)).sum((1, 2, 3))
         if bool((on_padding[rows] > 0).all()) and bool((on_words[rows] == 0).all()):
+            yield each.node
+
+
+def added_masks(seen: list[Attention], is_padding: Tensor | None) -> Iterator[Any]:
+    """Yield the nodes of attentions of torch to whose scores a mask of padding, or of what is none, is added as 0 and 1."""
+    if is_padding is None:
+        return
+    for each in seen:
+        mask = saved_by(each.node, "attn_mask")
+        if mask is None or not mask.is_cpu or not mask.is_floating_point() or mask.ndim < 3:
+            continue
+        if (len(mask), mask.shape[-1]) != is_padding.shape:
+            continue
+        keys = mask.flatten(1, -2)
+        if any(torch.equal(keys, hidden[:, None].to(keys).expand_as(keys)) for hidden in (is_padding, ~is_padding)):
             yield each.node

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikkuna.diagnosis.mistakes import CONSTANT_RESULT, INVERTED_MASK, ONE_LABEL
+from ikkuna.diagnosis.mistakes import ADDED_MASK, CONSTANT_RESULT, INVERTED_MASK, ONE_LABEL
 from ikkuna.diagnosis.objective import operations, positions, sums
 from ikkuna.diagnosis.objective.graph import ObjectiveGraph, nearest_parameters, operation, terms
 from ikkuna.diagnosis.preflight_checks.batch import tensors_of, without_labels
@@ -143,7 +143,8 @@ class RecordedObjective:
 
     def _read_operations(self, nodes: list[Any], of_model: dict[int, str]) -> None:
         """Judge the shapes and results of operations."""
-        for node, finding in operations.constant_results(nodes):
+        by_shape = (operations.constant_results, operations.softmaxes_over_other_axes, positions.exchanged_heads)
+        for node, finding in (each for read in by_shape for each in read(nodes)):
             self._found.append(replace(finding, module=_module_behind(node, of_model)))
         self._found += operations.masks_as_indices(nodes)
         self._ratios += operations.ratios_of_one(nodes)
@@ -166,11 +167,14 @@ class RecordedObjective:
         shifts = {shift for each in self._sequences if (shift := positions.offset(each)) is not None}
         recurrent = {name: module for name, module in named_modules(model) if isinstance(module, nn.RNNBase)}
         self._found += positions.wrong_offset(shifts, seen, list(recurrent.values()))
+        for each in self._sequences:
+            self._found += positions.next_of_other_rows(each, seen, list(recurrent.values()))
         for place, finding in positions.seen_labels(shifts, seen, recurrent):
             module = place if isinstance(place, str) else _module_behind(place, of_model)
             self._found.append(replace(finding, module=module))
-        for node in positions.inverted_masks(seen, positions.padding_of(tokens)):
-            self._found.append(INVERTED_MASK.found(module=_module_behind(node, of_model)))
+        padding = positions.padding_of(tokens)
+        for mistake, masks in ((INVERTED_MASK, positions.inverted_masks), (ADDED_MASK, positions.added_masks)):
+            self._found += (mistake.found(module=_module_behind(node, of_model)) for node in masks(seen, padding))
 
     def _tokens(self) -> Tensor | None:
         """Return the only integers that the model was called with that differ between rows and have more values than a mask."""

@@ -156,7 +156,7 @@ def freed_outputs(trial: Trial) -> Iterator[Finding]:
         limit = _limit(loss, begin, end)
         limit = None if limit is not None and best < limit else limit
         if not best < loss.value(end):
-            yield from _wrong_optimum(loss, end, limit)
+            yield from [*_wrong_optimum(loss, end, limit)] or _greatest_for_labels(loss, begin, end)
         if limit is not None:
             yield _unbounded(loss, limit)
         yield from _without_gradient(loss, begin)
@@ -228,6 +228,41 @@ def _wrong_optimum(loss: _FreeLoss, end: list[Tensor], limit: float | None) -> I
         if correlation < -0.5:
             detail = "The outputs of larger labels are smaller: the sign of the loss is wrong."
             yield mistakes.WRONG_OPTIMUM.found(correlation, detail=detail)
+
+
+def _greatest_for_labels(loss: _FreeLoss, begin: list[Tensor], end: list[Tensor]) -> Iterator[Finding]:
+    """Find a bounded loss that is greatest for the outputs of the labels: a score, such as that of Dice, and not 1 minus it.
+
+    Small outputs may stand for a label of 1 on purpose.  So a sum over elements, a loss that is linear in the labels, as an expected cost,
+    and one of the differences of outputs, as a correlation, are left out.
+    """
+    signs, labels, is_class = _label_signs(loss), loss.labels, True
+    if signs is None:
+        if labels.shape != loss.main.shape or labels.unique().tolist() != [0, 1]:
+            return
+        signs, is_class = 2 * labels.float() - 1, False
+
+    def of(main: Tensor) -> float:
+        return loss.value([main if i == loss.place else x for i, x in enumerate(end)])
+
+    right, first = 50.0 * signs, begin[loss.place]
+    is_even = torch.arange(right.numel(), device=right.device).view(right.shape) % 2 == 0
+    try:
+        top, least = of(right), of(end[loss.place])
+        rounding = _ROUNDING * (top - least)
+        if not top > least or not all(of(x) < top - rounding for x in (-right, first, 0 * right)):
+            return
+        parts = sum(of(torch.where(chosen, right, -right)) for chosen in (is_even, ~is_even))
+        is_sum = not is_class and abs(parts - top - of(-right)) <= 1e-3 * (top - least)
+        if is_sum or not abs(of(2 * right) - top) <= rounding:
+            return
+        none, one, two = (0.0, 1.0, 0.0) if is_class else (float(loss(end, loss.map, labels * k)) for k in (0, 1, 2))
+        is_of_differences = not is_class and abs(of(first + 1) - of(first)) <= rounding
+    except RuntimeError:  # a loss of probabilities raises outside of its range
+        return
+    if not is_of_differences and not abs(two - 2 * one + none) <= 1e-3 * abs(top - least):
+        detail = f"The loss is greatest, {top:.3g}, for the outputs of the labels: a score is to be subtracted from 1."
+        yield mistakes.WRONG_OPTIMUM.found(top, detail=detail, at_most="error" if is_class else "warning")
 
 
 def _label_signs(loss: _FreeLoss) -> Tensor | None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.backends import mha
 from torch.nn.parameter import is_lazy
 
 from ikkuna.diagnosis.preflight_checks.batch import Batch
@@ -264,6 +265,9 @@ class TrainingSetup:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(unobserved(self._owners))
+            # in evaluation mode torch's encoder layers may read a mask of numbers as one of truth, which training adds to scores
+            stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+            mha.set_fastpath_enabled(False)
             for owner in self._owners[1:]:
                 stack.enter_context(undisturbed(owner, autograd=True))
             stack.enter_context(isolated(self.model))
