@@ -13,8 +13,8 @@ import time
 import pytest
 
 from ikkuna import cli
+from ikkuna.cli.commands.demo import train_sample
 from ikkuna.cli.commands.list import TYPES
-from ikkuna.cli.sample_training import train_sample
 from ikkuna.metrics.messages.kinds import BUILT_IN
 from ikkuna.reading import read_run
 

@@ -9,7 +9,7 @@ from torch import nn
 import ikkuna
 from ikkuna import cli
 from ikkuna.backends.loggers import StepValues
-from ikkuna.cli.sample_training import train_sample
+from ikkuna.cli.commands.demo import train_sample
 from ikkuna.diagnosis import Finding, Rule, Score
 from ikkuna.diagnosis.check import check
 from ikkuna.errors import ConfigError, ConfigTypeError

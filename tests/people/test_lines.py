@@ -13,7 +13,7 @@ from ikkuna.diagnosis import Finding, Findings
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
-from ikkuna.cli.sample_training import train_sample
+from ikkuna.cli.commands.demo import train_sample
 train_sample("run", 60, {options})
 {more}
 """

@@ -77,7 +77,7 @@ def _plugins() -> str:
 
 def _measurement() -> str:
     """Train a small model for a few steps, and read back what was written."""
-    from ikkuna.cli.sample_training import train_sample
+    from ikkuna.cli.commands.demo import train_sample
     from ikkuna.store import find_runs, read_run
 
     with tempfile.TemporaryDirectory() as directory:
