@@ -185,6 +185,21 @@ def seed_without_a_draw(model, optimizer, steps):
     seed_in_the_loop(model, optimizer, steps)
 
 
+def optimizers_that_take_turns(has_seed, draws):
+    """Two layers are trained alternately; of one seed in each round both draw numbers, or only the first."""
+
+    def loop(model, optimizer, steps):
+        optimizers = torch.optim.SGD(model[0].parameters(), 0.1), torch.optim.SGD(model[4].parameters(), 0.1)
+        for _, x, y in batches(steps):
+            if has_seed:
+                torch.manual_seed(3)
+            for optimizer, rate in zip(optimizers, draws, strict=True):
+                model[3].p = rate
+                step(model, optimizer, x, y)
+
+    return loop
+
+
 def scheduled(function):
     def loop(model, optimizer, steps):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, function)
@@ -237,6 +252,10 @@ LOOPS = {
     "gradients of single terms first": (gradients_of_single_terms_first, {}),
     "seed in the loop": (seed_in_the_loop, {"same_random_numbers": "warning"}),
     "seed without a draw": (seed_without_a_draw, {}),
+    "seed and two optimizers": (optimizers_that_take_turns(True, (0.3, 0.3)), {"same_random_numbers": "warning"}),
+    "seed and one of two draws": (optimizers_that_take_turns(True, (0.3, 0.0)), {"same_random_numbers": "warning"}),
+    "two optimizers": (optimizers_that_take_turns(False, (0.3, 0.3)), {}),
+    "one of two draws": (optimizers_that_take_turns(False, (0.0, 0.3)), {}),
     "plain": (plain, {}),
     "rate in place of a factor": (scheduled(lambda epoch: 0.1 * 0.99**epoch), {"rate_squared": "warning"}),
     "rate with a warm-up": (scheduled(lambda epoch: min(epoch, 10) / 100), {"rate_squared": "warning"}),
