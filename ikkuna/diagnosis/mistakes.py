@@ -169,6 +169,16 @@ PARAMETER_IN_TWO_GROUPS = Mistake(
     meaning="Parameters are in several parameter groups or optimizers.",
     advice="put each parameter into one group, so that it is updated once a step",
 )
+STEP_REPEATED = Mistake(
+    "step_repeated",
+    meaning="The optimizer steps again with the gradients that its step before has used.",
+    advice="call optimizer.step() once for each backward(), and clear the gradients behind it",
+)
+CHANGED_AFTER_STEP = Mistake(
+    "changed_after_step",
+    meaning="Gradients are clipped or scaled down after the step, and cleared before another one can use them: that has no effect.",
+    advice="call clip_grad_norm_() or clip_grad_value_() between backward() and optimizer.step()",
+)
 LEARNING_RATE_ZERO = Mistake(
     "learning_rate_zero",
     "error",

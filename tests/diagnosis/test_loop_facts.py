@@ -13,7 +13,7 @@ LABELS = (INPUTS[:, 0] > 0).long()
 LOSS = nn.CrossEntropyLoss()
 NEW = {
     *("steps_left_out", "no_batch", "repeated_backward", "same_random_numbers", "rate_squared", "frozen_statistics"),
-    *("unbounded_loss", "loss_scale"),
+    *("unbounded_loss", "loss_scale", "changed_after_step", "step_repeated", "parameter_in_two_groups"),
 }
 
 
@@ -185,6 +185,110 @@ def seed_without_a_draw(model, optimizer, steps):
     seed_in_the_loop(model, optimizer, steps)
 
 
+def and_then(change):
+    """Return a loop that changes the gradients after each step, and clears them before the next backward."""
+
+    def loop(model, optimizer, steps):
+        for _, x, y in batches(steps):
+            step(model, optimizer, x, y)
+            with torch.no_grad():
+                change([*model.parameters()])
+
+    return loop
+
+
+def clipped_before_and_after(model, optimizer, steps):
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 0.1) and None)
+    and_then(lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.1))(model, optimizer, steps)
+
+
+def updated_by_hand_as_well(parameters):
+    nn.utils.clip_grad_norm_(parameters, 0.01)
+    for parameter in parameters:
+        parameter -= 0.01 * parameter.grad
+
+
+def cleared_twice(parameters):
+    for parameter in parameters:
+        parameter.grad.zero_()
+
+
+def normalised_one_by_one(parameters):
+    for parameter in parameters:
+        parameter.grad /= 10 * parameter.grad.norm()
+
+
+def gradients_that_decay(model, optimizer, steps):
+    """The gradients are those of all batches so far, and the later ones count more."""
+    for _, x, y in batches(steps):
+        LOSS(model(x), y).backward()
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad *= 0.5
+
+
+def two_optimizers(has_own_backward):
+    def loop(model, optimizer, steps):
+        other = torch.optim.Adam(model[4].parameters(), 0.01)
+        for _, x, y in batches(steps):
+            step(model, optimizer, x, y)
+            if has_own_backward:
+                other.zero_grad()
+                LOSS(model(x), y).backward()
+            other.step()
+
+    return loop
+
+
+def two_steps(model, optimizer, steps):
+    for _, x, y in batches(steps):
+        step(model, optimizer, x, y)
+        optimizer.step()
+
+
+def steps_with_a_closure(model, optimizer, steps):
+    for _, x, y in batches(steps):
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = LOSS(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that lets another one with the same parameters make its steps."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups[0]["params"], {})
+        self.inner = inner
+
+    def step(self):
+        self.inner.step()
+
+
+def wrapped_optimizer(model, optimizer, steps):
+    plain(model, Wrapper(optimizer), steps)
+
+
+def outer_gradients_by_hand(model, optimizer, steps):
+    """Reptile: the gradient of the outer optimizer is how far the inner one has come."""
+    parameters = [*model.parameters()]
+    outer = torch.optim.Adam(parameters, 0.01)
+    for number, x, y in batches(steps):
+        if number % 3 == 0:
+            before = [parameter.detach().clone() for parameter in parameters]
+        step(model, optimizer, x, y)
+        if number % 3 == 2:
+            with torch.no_grad():
+                for parameter, start in zip(parameters, before, strict=True):
+                    parameter.grad = start - parameter
+                    parameter.copy_(start)
+            outer.step()
+
+
 def optimizers_that_take_turns(has_seed, draws):
     """Two layers are trained alternately; of one seed in each round both draw numbers, or only the first."""
 
@@ -256,6 +360,26 @@ LOOPS = {
     "seed and one of two draws": (optimizers_that_take_turns(True, (0.3, 0.0)), {"same_random_numbers": "warning"}),
     "two optimizers": (optimizers_that_take_turns(False, (0.3, 0.3)), {}),
     "one of two draws": (optimizers_that_take_turns(False, (0.0, 0.3)), {}),
+    "clipped after the step": (
+        and_then(lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.01)),
+        {"changed_after_step": "warning"},
+    ),
+    "values clipped after the step": (
+        and_then(lambda parameters: nn.utils.clip_grad_value_(parameters, 1e-3)),
+        {"changed_after_step": "warning"},
+    ),
+    "norm read after the step": (and_then(lambda parameters: nn.utils.clip_grad_norm_(parameters, inf)), {}),
+    "clipped before and after the step": (clipped_before_and_after, {}),
+    "updated by hand as well": (and_then(updated_by_hand_as_well), {}),
+    "cleared twice": (and_then(cleared_twice), {}),
+    "normalised one by one": (and_then(normalised_one_by_one), {}),
+    "gradients that decay": (gradients_that_decay, {}),
+    "one gradient and two optimizers": (two_optimizers(False), {"parameter_in_two_groups": "warning"}),
+    "two gradients and two optimizers": (two_optimizers(True), {}),
+    "two steps": (two_steps, {"step_repeated": "warning"}),
+    "steps with a closure": (steps_with_a_closure, {}),
+    "wrapped optimizer": (wrapped_optimizer, {}),
+    "outer gradients by hand": (outer_gradients_by_hand, {}),
     "plain": (plain, {}),
     "rate in place of a factor": (scheduled(lambda epoch: 0.1 * 0.99**epoch), {"rate_squared": "warning"}),
     "rate with a warm-up": (scheduled(lambda epoch: min(epoch, 10) / 100), {"rate_squared": "warning"}),
