@@ -179,6 +179,13 @@ CHANGED_AFTER_STEP = Mistake(
     meaning="Gradients are clipped or scaled down after the step, and cleared before another one can use them: that has no effect.",
     advice="call clip_grad_norm_() or clip_grad_value_() between backward() and optimizer.step()",
 )
+WEIGHTS_RESTORED = Mistake(
+    "weights_restored",
+    "error",
+    meaning="The weights have returned to exactly those of step {figure:.0f}: what was learned since is lost, again and again.",
+    advice="search for load_state_dict(), a copy of the weights or a new model inside the loop",
+    explains=names("no_learning plateau loss_spike lr_too_low"),
+)
 LEARNING_RATE_ZERO = Mistake(
     "learning_rate_zero",
     "error",

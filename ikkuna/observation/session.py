@@ -263,7 +263,7 @@ class Session:
             if has_ended:
                 self.hooks.forward.report_no_batch()
             self.hooks.optimizers.untrained.finish()
-            self.hooks.optimizers.used = None
+            self.hooks.optimizers.first_steps = None
         self.hooks.modules.remove(everything=True)
 
     # -- values and counters --------------------------------------------------------------------------------------

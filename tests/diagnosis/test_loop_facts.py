@@ -1,5 +1,6 @@
 """Facts of the training loop: steps left out, repeated gradients and random numbers, rates, frozen statistics, no batch."""
 
+import copy
 from math import inf, nan
 
 import pytest
@@ -14,6 +15,7 @@ LOSS = nn.CrossEntropyLoss()
 NEW = {
     *("steps_left_out", "no_batch", "repeated_backward", "same_random_numbers", "rate_squared", "frozen_statistics"),
     *("unbounded_loss", "loss_scale", "changed_after_step", "step_repeated", "parameter_in_two_groups"),
+    "weights_restored",
 }
 
 
@@ -246,6 +248,53 @@ def two_steps(model, optimizer, steps):
         optimizer.step()
 
 
+def put_back_after(number_of_steps):
+    def loop(model, optimizer, steps):
+        before = copy.deepcopy(model.state_dict())
+        for number, x, y in batches(steps):
+            step(model, optimizer, x, y)
+            if number % number_of_steps == number_of_steps - 1:
+                model.load_state_dict(before)
+
+    return loop
+
+
+def search_along_a_line(has_new_gradient):
+    """Steps are made again with a smaller rate, until the loss has fallen."""
+
+    def loop(model, optimizer, steps):
+        model[3].p = 0.0
+        for _, x, y in batches(steps):
+            before, first = copy.deepcopy(model.state_dict()), LOSS(model(x), y).item()
+            optimizer.param_groups[0]["lr"] = 1000.0
+            for attempt in range(12):
+                if has_new_gradient or not attempt:
+                    optimizer.zero_grad()
+                    LOSS(model(x), y).backward()
+                optimizer.step()
+                with torch.no_grad():
+                    if LOSS(model(x), y) < first:
+                        break
+                optimizer.param_groups[0]["lr"] /= 4
+                model.load_state_dict(before)
+
+    return loop
+
+
+def extragradient(model, optimizer, steps):
+    for _, x, y in batches(steps):
+        before = copy.deepcopy(model.state_dict())
+        step(model, optimizer, x, y)
+        optimizer.zero_grad()
+        LOSS(model(x), y).backward()
+        model.load_state_dict(before)
+        optimizer.step()
+
+
+def first_rate_of_zero(model, optimizer, steps):
+    scheduled(lambda step: max(step - 15, 0) / 20)(model, optimizer, steps)
+
+
 def steps_with_a_closure(model, optimizer, steps):
     for _, x, y in batches(steps):
 
@@ -377,6 +426,12 @@ LOOPS = {
     "one gradient and two optimizers": (two_optimizers(False), {"parameter_in_two_groups": "warning"}),
     "two gradients and two optimizers": (two_optimizers(True), {}),
     "two steps": (two_steps, {"step_repeated": "warning"}),
+    "put back after each step": (put_back_after(1), {"weights_restored": "warning"}),
+    "put back after two steps": (put_back_after(2), {}),
+    "search along a line": (search_along_a_line(False), {}),
+    "search along a line with new gradients": (search_along_a_line(True), {}),
+    "extragradient": (extragradient, {}),
+    "first rate of zero": (first_rate_of_zero, {}),
     "steps with a closure": (steps_with_a_closure, {}),
     "wrapped optimizer": (wrapped_optimizer, {}),
     "outer gradients by hand": (outer_gradients_by_hand, {}),

@@ -15,10 +15,10 @@ from ikkuna.diagnosis.mistakes import NO_GRADIENT
 from ikkuna.metrics.messages.kinds import MICRO_KINDS, UNCLIPPED_KINDS
 from ikkuna.observation.hooks.call_stack import creates_optimizer_state
 from ikkuna.observation.hooks.context import HookContext, running_steps
+from ikkuna.observation.hooks.first_steps import FirstSteps
 from ikkuna.observation.hooks.hook import Hook, Remove
 from ikkuna.observation.hooks.loss import LossHooks
 from ikkuna.observation.hooks.parameter_table import ParameterTable
-from ikkuna.observation.hooks.used_gradients import UsedGradients
 from ikkuna.observation.steps.step_tracker import State
 from ikkuna.printable import listed
 from ikkuna.store.finding import Finding
@@ -173,7 +173,7 @@ class OptimizerHooks:
         Records the tensors of parameters.
     untrained : UntrainedParameters
         Reports which trainable parameters are not trained.
-    used : UsedGradients, optional
+    first_steps : FirstSteps, optional
         Compares gradients of the first steps, if rules are applied.
     """
 
@@ -185,7 +185,7 @@ class OptimizerHooks:
         self.has_closure = False
         self.gradients = 0
         self.untrained = UntrainedParameters(lambda finding: context.found(finding))
-        self.used: UsedGradients | None = None
+        self.first_steps: FirstSteps | None = None
         self.table = ParameterTable(context)
         self._by_hand: bool | None = None  # not known before the first step
         self._rescaled = 0
@@ -214,8 +214,8 @@ class OptimizerHooks:
         number = parameters.number(optimizer)
         running, scaler = running_steps()
         outer = [*map(parameters.number, running[1:])]
-        used = self.used if not (closure or outer) else None
-        self.used = self.used if used is None else used.step_begins(number, parameters.of(optimizer))
+        used = self.first_steps if not (closure or outer) else None
+        self.first_steps = self.first_steps if used is None else used.step_begins(number, parameters.of(optimizer))
         is_new = context.computation.is_new()
         decisions = tracker.optimizer_begins(number, owned, closure=closure, running=outer, computed=is_new)
         if decisions:
@@ -256,8 +256,8 @@ class OptimizerHooks:
         owners = parameters.owners(optimizer)
         if (owners.unowned or self.untrained.settled is not parameters.all) and tracker.optimizers.in_closure:
             self.untrained.note_gradients(parameters.all, parameters.unowned())
-        if self.used is not None:
-            self.used.step_ended(number, parameters.of(optimizer), owners.shared)
+        if self.first_steps is not None:
+            self.first_steps.step_ended(number, parameters.of(optimizer), owners.shared)
         if context.recorder.plan.parameters:
             observed = parameters.of(optimizer)
             if tracker.optimizers.in_closure:

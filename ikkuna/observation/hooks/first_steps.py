@@ -1,4 +1,4 @@
-"""Finds gradients that steps use twice, and gradients that are changed when no step uses them any more."""
+"""Compares the gradients and the weights of successive steps at the beginning of a training."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -7,13 +7,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ikkuna.diagnosis.mistakes import CHANGED_AFTER_STEP, PARAMETER_IN_TWO_GROUPS, STEP_REPEATED, Mistake
+from ikkuna.diagnosis.mistakes import (
+    CHANGED_AFTER_STEP,
+    PARAMETER_IN_TWO_GROUPS,
+    STEP_REPEATED,
+    WEIGHTS_RESTORED,
+    Mistake,
+)
 from ikkuna.printable import listed
 from ikkuna.store.finding import Finding
 from ikkuna.support.modules import NamedParameter
 
 _STEPS = 20
 _NEEDED = 3
+_RETURNS = 10
 _MOST_PARAMETERS = 8
 _MOST_ELEMENTS = 4096
 _LARGEST_FACTOR = 0.99  # clipping to the norm that gradients have multiplies them by a little less than 1
@@ -21,12 +28,13 @@ _FEWEST_ELEMENTS = 8  # fewer may be multiples of others by chance
 
 
 class _Used(NamedTuple):
-    """The gradient of a parameter at the end of the step that has used it, with the versions of both."""
+    """A parameter and its gradient at the end of a step, with copies and the versions of both."""
 
     named: NamedParameter
     optimizer: int
     gradient: Tensor
     values: Tensor
+    weights: Tensor
     versions: tuple[int, int]
 
     @property
@@ -34,13 +42,24 @@ class _Used(NamedTuple):
         """Whether the parameter still has this gradient."""
         return self.named.parameter.grad is self.gradient
 
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the gradient and the parameter are as the step has left them, and the gradient is not zero."""
+        gradient, parameter = self.gradient, self.named.parameter
+        is_as_before = (gradient._version, parameter._version) == self.versions and torch.equal(gradient, self.values)
+        return is_as_before and bool(gradient.any())
 
-class UsedGradients:
-    """Compares a few gradients at the first steps of optimizers with what they were at the end of the steps before.
+
+class FirstSteps:
+    """Compares a few gradients and weights at the first steps of optimizers with what they were at the steps before.
 
     A step that finds the same gradient, with the values that an earlier step has used, repeats that step.
     A gradient that has been removed, and has become a multiple of itself below 0.99 or was limited by then, was clipped too late.
-    These are facts; three steps must show them.  Only small gradients of the host are kept, for 20 steps at most.
+    Three steps must show these facts, and something else than optimizers must not have written to the parameters in between:
+    a search along a line, and an update by hand, use a gradient again.
+    Weights that each of the first 10 steps finds as the step before has found them, and not as it has left them, are put back.
+
+    Only small gradients and weights of the host are copied, for 20 steps at most.
     Steps with a closure, which computes the gradients, and steps inside of another one are left out.
 
     Parameters
@@ -52,11 +71,12 @@ class UsedGradients:
     def __init__(self, found: Callable[[Finding], object]) -> None:
         self._found = found
         self._used: dict[int, _Used] = {}
+        self._began: dict[int, Tensor] = {}
         self._counts = dict.fromkeys((CHANGED_AFTER_STEP.name, PARAMETER_IN_TWO_GROUPS.name, STEP_REPEATED.name), 0)
-        self._steps = 0
+        self._steps = self._returns = 0
 
-    def step_begins(self, optimizer: int, observed: Iterable[NamedParameter]) -> "UsedGradients | None":
-        """Compare the gradients that a step will use with those that were used before; return ``None`` after the last step.
+    def step_begins(self, optimizer: int, observed: Iterable[NamedParameter]) -> "FirstSteps | None":
+        """Compare the gradients and weights that a step will use with those before; return ``None`` after the last step.
 
         Parameters
         ----------
@@ -66,24 +86,39 @@ class UsedGradients:
             The parameters that it owns.
         """
         self._steps += 1
-        used = [known for named in observed if (known := self._used.get(id(named.parameter))) is not None]
-        again = [each for each in used if each.is_kept and _is_unchanged(each)]
+        used = {key: self._used[key] for named in observed if (key := id(named.parameter)) in self._used}
+        again = [each for each in used.values() if each.is_kept and each.is_unchanged]
+        removed = [each for each in used.values() if not each.is_kept]
         if others := [each for each in again if each.optimizer != optimizer]:
             self._count(PARAMETER_IN_TWO_GROUPS, others)
         elif again:
             self._count(STEP_REPEATED, again)
-        elif _were_clipped([each for each in used if not each.is_kept]):
-            self._count(CHANGED_AFTER_STEP, used)
+        elif _were_clipped(removed):
+            self._count(CHANGED_AFTER_STEP, removed)
+        self._returns += bool(used) and self._have_returned(optimizer, used)
+        self._began |= {key: each.named.parameter.detach().clone() for key, each in used.items()}
+        if self._returns == _RETURNS == self._steps - 2:  # the first two steps have nothing to compare with
+            detail = f"Each of the first {self._steps} steps has begun with the same weights."
+            self._found(WEIGHTS_RESTORED.found(0, detail=detail, at_most="warning"))
         return self if self._steps < _STEPS else None
 
+    def _have_returned(self, optimizer: int, used: dict[int, _Used]) -> bool:
+        """Return whether weights are what they were when the last step of this optimizer began, although that has changed some."""
+        weights = {key: each.named.parameter.detach() for key, each in used.items()}
+        are_as_before = all(key in self._began and torch.equal(weights[key], self._began[key]) for key in used)
+        are_of_one = all(each.optimizer == optimizer for each in used.values())
+        return are_of_one and are_as_before and not all(torch.equal(weights[key], used[key].weights) for key in used)
+
     def step_ended(self, optimizer: int, observed: Sequence[NamedParameter], shared: frozenset[int]) -> None:
-        """Remember a few of the gradients that a step has used, first of all of parameters with the ids `shared`."""
+        """Copy a few of the gradients that a step has used, first of all of parameters with the ids `shared`."""
         chosen = [named for named in observed if id(named.parameter) in shared] or observed
         small = (named for named in reversed(chosen) if _is_small(named.parameter.grad))
         for named in islice(small, _MOST_PARAMETERS):
-            if (gradient := named.parameter.grad) is not None:
-                versions = gradient._version, named.parameter._version
-                self._used[id(named.parameter)] = _Used(named, optimizer, gradient, gradient.clone(), versions)
+            parameter = named.parameter
+            if (gradient := parameter.grad) is not None:
+                copies = gradient.clone(), parameter.detach().clone()
+                versions = gradient._version, parameter._version
+                self._used[id(parameter)] = _Used(named, optimizer, gradient, *copies, versions)
 
     def _count(self, mistake: Mistake, used: list[_Used]) -> None:
         self._counts[mistake.name] += 1
@@ -103,11 +138,6 @@ def _is_small(gradient: Tensor | None) -> bool:
     )
 
 
-def _is_unchanged(used: _Used) -> bool:
-    gradient = used.gradient
-    return gradient._version == used.versions[0] and torch.equal(gradient, used.values) and bool(gradient.any())
-
-
 def _were_clipped(used: list[_Used]) -> bool:
     """Return whether gradients were multiplied by one number below 0.99, or limited, and the parameters left as they were.
 
@@ -118,7 +148,7 @@ def _were_clipped(used: list[_Used]) -> bool:
     >>> parameter = torch.nn.Parameter(torch.ones(9))
     >>> parameter.grad = torch.arange(9.0)
     >>> def clipped(values):
-    ...     return _were_clipped([_Used(NamedParameter("fc", "", False, parameter), 1, values, parameter.grad, (0, 0))])
+    ...     return _were_clipped([_Used(NamedParameter("fc", "", False, parameter), 1, values, parameter.grad, parameter, (0, 0))])
     >>> clipped(parameter.grad / 3), clipped(parameter.grad.clamp(max=5)), clipped(parameter.grad + 1), clipped(parameter.grad)
     (True, True, False, False)
     """
