@@ -186,6 +186,12 @@ WEIGHTS_RESTORED = Mistake(
     advice="search for load_state_dict(), a copy of the weights or a new model inside the loop",
     explains=names("no_learning plateau loss_spike lr_too_low"),
 )
+SCHEDULED_IN_VAIN = Mistake(
+    "scheduled_in_vain",
+    meaning="A scheduler changes the learning rate of an optimizer that has made no step; another one, whose rate stays as it is, has made "
+    "the steps.",
+    advice="create the scheduler with the optimizer whose step() is called, after that optimizer was created for the last time",
+)
 LEARNING_RATE_ZERO = Mistake(
     "learning_rate_zero",
     "error",

@@ -15,7 +15,7 @@ LOSS = nn.CrossEntropyLoss()
 NEW = {
     *("steps_left_out", "no_batch", "repeated_backward", "same_random_numbers", "rate_squared", "frozen_statistics"),
     *("unbounded_loss", "loss_scale", "changed_after_step", "step_repeated", "parameter_in_two_groups"),
-    "weights_restored",
+    *("weights_restored", "scheduled_in_vain"),
 }
 
 
@@ -363,6 +363,48 @@ def scheduled(function):
     return loop
 
 
+def scheduled_before(begin_again):
+    """Return a loop whose scheduler is made before the optimizer is made again."""
+
+    def loop(model, optimizer, steps):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)
+        for _ in begin_again(model, optimizer, scheduler, batches(steps)):
+            scheduler.step()
+
+    return loop
+
+
+def optimizer_made_again(model, optimizer, scheduler, drawn):
+    again = optimizer.next = torch.optim.SGD(model.parameters(), 0.1)
+    for batch in drawn:
+        step(model, again, *batch[1:])
+        yield batch
+
+
+def scheduler_made_again(model, optimizer, scheduler, drawn):
+    again = optimizer.next = torch.optim.SGD(model.parameters(), 0.1)
+    follows = torch.optim.lr_scheduler.StepLR(again, 20, 0.5)
+    for batch in drawn:
+        step(model, again, *batch[1:])
+        follows.step()
+        yield batch
+
+
+def rates_copied(model, optimizer, scheduler, drawn):
+    again = optimizer.next = torch.optim.SGD(model.parameters(), 0.1)
+    for batch in drawn:
+        again.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
+        step(model, again, *batch[1:])
+        yield batch
+
+
+def two_phases(model, optimizer, scheduler, drawn):
+    first = optimizer.next = torch.optim.Adam(model.parameters(), 0.01)
+    for batch in drawn:
+        step(model, first if batch[0] < 30 else optimizer, *batch[1:])
+        yield batch
+
+
 def frozen(part, mode):
     def loop(model, optimizer, steps):
         model[:part].requires_grad_(False)
@@ -440,6 +482,10 @@ LOOPS = {
     "rate with a warm-up": (scheduled(lambda epoch: min(epoch, 10) / 100), {"rate_squared": "warning"}),
     "factor": (scheduled(lambda epoch: 0.99**epoch), {}),
     "warm-up from the rate": (scheduled(lambda epoch: 0.1 + 0.001 * epoch), {}),
+    "optimizer made again": (scheduled_before(optimizer_made_again), {"scheduled_in_vain": "warning"}),
+    "optimizer and scheduler made again": (scheduled_before(scheduler_made_again), {}),
+    "rates copied by hand": (scheduled_before(rates_copied), {}),
+    "two phases": (scheduled_before(two_phases), {}),
     "frozen in training mode": (frozen(2, True), {"frozen_statistics": "info"}),
     "frozen in evaluation mode": (frozen(2, False), {}),
     "nothing frozen": (frozen(0, True), {}),
@@ -451,6 +497,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler:UserWarning")
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_fact_of_the_loop_is_found_where_it_is(name):
     loop, expected = LOOPS[name]

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ikkuna.diagnosis.mistakes import NO_GRADIENT
+from ikkuna.diagnosis.mistakes import NO_GRADIENT, SCHEDULED_IN_VAIN
 from ikkuna.metrics.messages.kinds import MICRO_KINDS, UNCLIPPED_KINDS
 from ikkuna.observation.hooks.call_stack import creates_optimizer_state
 from ikkuna.observation.hooks.context import HookContext, running_steps
@@ -315,6 +315,14 @@ class OptimizerHooks:
         self.has_closure = False
         self.gradients = 0
         self._used = set()
+
+    def finish(self) -> None:
+        """Report what holds for the whole training."""
+        self.untrained.finish()
+        self.first_steps = None
+        if optimizers := self.context.parameters.scheduled_in_vain():
+            detail = f"This concerns an optimizer of the class {type(optimizers[0]).__name__}."
+            self.context.found(SCHEDULED_IN_VAIN.found(len(optimizers), detail=detail))
 
     # -- measurements ---------------------------------------------------------------------------------------------
 
