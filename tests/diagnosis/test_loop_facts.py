@@ -510,6 +510,18 @@ def test_a_model_without_an_optimizer_needs_no_batch():
     assert not list(watched.findings)
 
 
+def test_complex_gradients_are_left_out():
+    model = nn.Linear(8, 2, dtype=torch.complex64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with ikkuna.watch(model, backend="null", verbosity=0, preflight=False) as watched:
+        for _, x, _ in batches(10):
+            optimizer.zero_grad()
+            model(x.cfloat()).abs().square().mean().backward()
+            optimizer.step()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    assert not watched.health().errors
+
+
 @pytest.mark.parametrize(("at", "divisor"), [(20, 1), (27, 2)])
 @pytest.mark.parametrize(("value", "module"), [(nan, "4"), (inf, "4"), (nan, None)])
 def test_a_weight_that_is_not_finite_is_named_in_every_step(value, module, divisor, at, tmp_path):

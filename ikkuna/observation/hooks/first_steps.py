@@ -133,6 +133,7 @@ def _is_small(gradient: Tensor | None) -> bool:
         type(gradient) is Tensor
         and gradient.is_cpu
         and gradient.layout is torch.strided
+        and gradient.is_floating_point()
         and gradient.numel() <= _MOST_ELEMENTS
         and not gradient.is_inference()
     )
