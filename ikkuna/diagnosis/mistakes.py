@@ -169,6 +169,29 @@ PARAMETER_IN_TWO_GROUPS = Mistake(
     meaning="Parameters are in several parameter groups or optimizers.",
     advice="put each parameter into one group, so that it is updated once a step",
 )
+STEP_REPEATED = Mistake(
+    "step_repeated",
+    meaning="The optimizer steps again with the gradients that its step before has used.",
+    advice="call optimizer.step() once for each backward(), and clear the gradients behind it",
+)
+CHANGED_AFTER_STEP = Mistake(
+    "changed_after_step",
+    meaning="Gradients are clipped or scaled down after the step, and cleared before another one can use them: that has no effect.",
+    advice="call clip_grad_norm_() or clip_grad_value_() between backward() and optimizer.step()",
+)
+WEIGHTS_RESTORED = Mistake(
+    "weights_restored",
+    "error",
+    meaning="The weights have returned to exactly those of step {figure:.0f}: what was learned since is lost, again and again.",
+    advice="search for load_state_dict(), a copy of the weights or a new model inside the loop",
+    explains=names("no_learning plateau loss_spike lr_too_low"),
+)
+SCHEDULED_IN_VAIN = Mistake(
+    "scheduled_in_vain",
+    meaning="A scheduler changes the learning rate of an optimizer that has made no step; another one, whose rate stays as it is, has made "
+    "the steps.",
+    advice="create the scheduler with the optimizer whose step() is called, after that optimizer was created for the last time",
+)
 LEARNING_RATE_ZERO = Mistake(
     "learning_rate_zero",
     "error",

@@ -18,6 +18,7 @@ from ikkuna.metrics.bus.bus import MessageBus, get_default_bus
 from ikkuna.metrics.live_rules import RuleSelection, register_rules
 from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.observation import checkpoint
+from ikkuna.observation.hooks.first_steps import FirstSteps
 from ikkuna.observation.model.roots import Root, Roots
 from ikkuna.observation.model.watched_model import observable_loss
 from ikkuna.observation.session import WorkerExporter
@@ -245,9 +246,9 @@ class Exporter:
             checks, losses = RecordedPreflight(self.model), self._session.hooks.losses
             self._attachment.rules.preflight = losses.preflight = checks
             losses.objective = checks.objective
-        self._session.hooks.optimizers.untrained.names_unowned = (
-            "unowned_parameters" not in self._attachment.rules.judge.kinds
-        )
+        optimizers = self._session.hooks.optimizers
+        optimizers.first_steps = FirstSteps(context.found)
+        optimizers.untrained.names_unowned = "unowned_parameters" not in self._attachment.rules.judge.kinds
         self._connect_recorder()
 
     def record_steps(self, options: RecorderOptions | None = None) -> None:

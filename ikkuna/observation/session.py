@@ -262,7 +262,7 @@ class Session:
             self.hooks.forward.report_missing_steps()
             if has_ended:
                 self.hooks.forward.report_no_batch()
-            self.hooks.optimizers.untrained.finish()
+            self.hooks.optimizers.finish()
         self.hooks.modules.remove(everything=True)
 
     # -- values and counters --------------------------------------------------------------------------------------

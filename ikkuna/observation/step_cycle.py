@@ -401,8 +401,8 @@ class StepCycle:
             detail = f"Optimizers have made {counted(self.steps, 'step')}."
             context.found(STEPS_LEFT_OUT.found(events.thrown_away, detail=detail))
 
-    def _report(self, closed: Closed, lap: tuple[float, float] | None) -> dict[str, Any]:
-        """Return what ``batch_finished`` says about the step."""
+    def _report(self, numbers: tuple[int, ...], closed: Closed, lap: tuple[float, float] | None) -> dict[str, Any]:
+        """Return what ``batch_finished`` says about the step of the optimizers with these numbers."""
         optimizers, events = self._hooks.optimizers, self._context.events
         facts = {
             "evaluations_in_training_mode": 0 if events.in_evaluation_mode else events.in_training_mode,
@@ -412,7 +412,8 @@ class StepCycle:
         }
         if self._context.recorder.plan.reports_parameters:
             facts["gradients_at_step"] = optimizers.gradients
-            facts["random_numbers_repeated"] = self._random_numbers.are_repeated()
+            if (are_repeated := self._random_numbers.are_repeated(numbers)) is not None:
+                facts["random_numbers_repeated"] = are_repeated
         report = {
             "learning_rates": optimizers.rates,
             "settings": optimizers.settings,
@@ -430,7 +431,7 @@ class StepCycle:
         stamp = Stamp(known.global_step, known.train_step, known.epoch, known.pass_name, numbers, known.completes)
         rows.skipped, event = rows.skipped or closed.skipped, None
         if observer is not None or "batch_finished" in plan.kinds:
-            event = NetworkMessage(stamp, "batch_finished", self._report(closed, lap), skipped=rows.skipped)
+            event = NetworkMessage(stamp, "batch_finished", self._report(numbers, closed, lap), skipped=rows.skipped)
             rows.rates = dict(event.data["learning_rates"])  # rates on an accelerator travel with the rows
         recorder.close(closed.parts, closed.carried)
         rows.stamp = stamp

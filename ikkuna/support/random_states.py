@@ -156,7 +156,7 @@ def _has_generators(device: torch.device) -> bool:
 
 
 class RandomNumbers:
-    """Compares the state of the random generators of torch at the beginning of steps.
+    """Compares the state of the random generators of torch at the beginning of steps of the same optimizers.
 
     The states of the host and of the present CUDA device are read; the latter is a seed and a position on the host.
 
@@ -168,21 +168,28 @@ class RandomNumbers:
     ...         _ = torch.manual_seed(seed)
     ...         numbers.step_opened()
     ...         _ = torch.rand(1) if seed == 1 else None
-    ...         found.append(numbers.are_repeated())
+    ...         found.append(numbers.are_repeated(()))
     >>> found
-    [False, True, False, False]
+    [False, True, None, None]
     """
 
     def __init__(self) -> None:
-        self._before, self._opened = object(), object()  # they equal nothing
+        self._before: dict[tuple[int, ...], object] = {}
+        self._opened: object = None
 
     def step_opened(self) -> None:
         """Read the state at the beginning of a step."""
-        self._before, self._opened = self._opened, _states_of_torch()
+        self._opened = _states_of_torch()
 
-    def are_repeated(self) -> bool:
-        """Return whether the open step began in the same state as the one before, and has drawn random numbers since."""
-        return self._before == self._opened != _states_of_torch()
+    def are_repeated(self, optimizers: tuple[int, ...]) -> bool | None:
+        """Return whether the open step began in the same state as the one before of the same optimizers.
+
+        ``None`` if the step has drawn no random numbers; such a step is not compared with others either.
+        """
+        if self._opened == _states_of_torch():
+            return None
+        before, self._before[optimizers] = self._before.get(optimizers), self._opened
+        return before == self._opened
 
 
 def _states_of_torch() -> object:

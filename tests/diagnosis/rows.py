@@ -354,6 +354,10 @@ ROWS = {  # rule → the series of a run with the mistake, and of a healthy run 
         constant(input_rows_contradicted=0.6),
         {("input_rows_contradicted", None): sampled([1.0, 0.0])},
     ),
+    "labels_repeated": (
+        constant(input_labels_repeats=6.0),
+        constant(input_labels_repeats=3.0),
+    ),
     "batch_twice": (
         classification(input_batch_repeats=4.0, input_batch_age=0.0),
         classification(input_batch_repeats=30.0, input_batch_age=10.0),  # all data in each step

@@ -14,7 +14,7 @@ from ikkuna.export.subscriber import InputRowsSubscriber
 from ikkuna.numerics.bits import HASHED, row_bit_sums, row_information, row_words
 from ikkuna.testing import RecordingBackend
 
-RULES = ["repeated_batch", "contradicting_labels", "batch_twice", "same_order"]
+RULES = ["labels_repeated", "repeated_batch", "contradicting_labels", "batch_twice", "same_order"]
 EVALUATED = ["training_rows_evaluated", "evaluation_inputs"]
 SIZE = 16
 
@@ -94,9 +94,36 @@ def numbered():
     return ((x[torch.randint(40, (SIZE,))], torch.arange(SIZE) % 4) for _ in itertools.count())
 
 
+def labels_of_the_first_batch():
+    batches = shuffled(*data())
+    _, y = next(batches)
+    return ((x, y) for x, _ in batches)
+
+
+def labels_of_the_first_batch_for_new_rows():
+    """The rows are augmented, so that it is not known which labels they should have."""
+    _, y = data(SIZE)
+    return ((torch.randn(SIZE, 12), y) for _ in itertools.count())
+
+
+def all_rows_with_noise():
+    x, y = data(64)
+    return ((x + 0.01 * torch.randn_like(x), y) for _ in itertools.count())
+
+
+def blocks_of_classes():
+    """Episodes: each has rows of four classes, which are numbered in each of them anew."""
+    x, _ = data(40)
+    return ((x[torch.randint(40, (SIZE,))], torch.arange(4).repeat_interleave(4)) for _ in itertools.count())
+
+
 @pytest.mark.parametrize(
     ("batches", "expected"),
     [
+        (labels_of_the_first_batch, {("labels_repeated", "warning")}),
+        (labels_of_the_first_batch_for_new_rows, set()),
+        (all_rows_with_noise, set()),
+        (blocks_of_classes, set()),
         (lambda: shuffled(*data()), set()),
         (joined, {("contradicting_labels", "warning")}),
         (unread, {("contradicting_labels", "warning")}),

@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ikkuna.diagnosis.mistakes import NO_GRADIENT
+from ikkuna.diagnosis.mistakes import NO_GRADIENT, SCHEDULED_IN_VAIN
 from ikkuna.metrics.messages.kinds import MICRO_KINDS, UNCLIPPED_KINDS
 from ikkuna.observation.hooks.call_stack import creates_optimizer_state
 from ikkuna.observation.hooks.context import HookContext, running_steps
+from ikkuna.observation.hooks.first_steps import FirstSteps
 from ikkuna.observation.hooks.hook import Hook, Remove
 from ikkuna.observation.hooks.loss import LossHooks
 from ikkuna.observation.hooks.parameter_table import ParameterTable
@@ -172,6 +173,8 @@ class OptimizerHooks:
         Records the tensors of parameters.
     untrained : UntrainedParameters
         Reports which trainable parameters are not trained.
+    first_steps : FirstSteps, optional
+        Compares gradients of the first steps, if rules are applied.
     """
 
     def __init__(self, context: HookContext, loss: LossHooks) -> None:
@@ -182,6 +185,7 @@ class OptimizerHooks:
         self.has_closure = False
         self.gradients = 0
         self.untrained = UntrainedParameters(lambda finding: context.found(finding))
+        self.first_steps: FirstSteps | None = None
         self.table = ParameterTable(context)
         self._by_hand: bool | None = None  # not known before the first step
         self._rescaled = 0
@@ -210,6 +214,8 @@ class OptimizerHooks:
         number = parameters.number(optimizer)
         running, scaler = running_steps()
         outer = [*map(parameters.number, running[1:])]
+        used = self.first_steps if not (closure or outer) else None
+        self.first_steps = self.first_steps if used is None else used.step_begins(number, parameters.of(optimizer))
         is_new = context.computation.is_new()
         decisions = tracker.optimizer_begins(number, owned, closure=closure, running=outer, computed=is_new)
         if decisions:
@@ -250,6 +256,8 @@ class OptimizerHooks:
         owners = parameters.owners(optimizer)
         if (owners.unowned or self.untrained.settled is not parameters.all) and tracker.optimizers.in_closure:
             self.untrained.note_gradients(parameters.all, parameters.unowned())
+        if self.first_steps is not None:
+            self.first_steps.step_ended(number, parameters.of(optimizer), owners.shared)
         if context.recorder.plan.parameters:
             observed = parameters.of(optimizer)
             if tracker.optimizers.in_closure:
@@ -307,6 +315,14 @@ class OptimizerHooks:
         self.has_closure = False
         self.gradients = 0
         self._used = set()
+
+    def finish(self) -> None:
+        """Report what holds for the whole training."""
+        self.untrained.finish()
+        self.first_steps = None
+        if optimizers := self.context.parameters.scheduled_in_vain():
+            detail = f"This concerns an optimizer of the class {type(optimizers[0]).__name__}."
+            self.context.found(SCHEDULED_IN_VAIN.found(len(optimizers), detail=detail))
 
     # -- measurements ---------------------------------------------------------------------------------------------
 

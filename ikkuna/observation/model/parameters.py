@@ -261,6 +261,18 @@ class TrackedParameters:
         found = sorted(self._numbers.items(), key=lambda item: item[1])
         return [optimizer for optimizer, number in found if number not in owners and not self.owned_ids(optimizer)]
 
+    def scheduled_in_vain(self) -> list[Optimizer]:
+        """Return the living optimizers with scheduled rates that never step, while others with the same parameters do.
+
+        The rates of the others are those that they were made with: no scheduler has them, and the loop does not copy rates.
+        """
+        living = self.optimizers() if self._has_stepped else []
+        stepped = [each for each in living if self._numbers[each] in self._has_stepped]
+        trained = frozenset[int]().union(*map(self.owned_ids, filter(_has_first_rates, stepped)))
+        return [
+            each for each in living if each not in stepped and _is_scheduled(each) and self.owned_ids(each) <= trained
+        ]
+
     def _find_owners(self) -> "_Owners":
         by_group: dict[int, tuple[int, frozenset[int]]] = {}
         for optimizer, number in list(self._numbers.items()):
@@ -393,6 +405,17 @@ def _node_of_view(parameter: nn.Parameter) -> Any:
         with autograd_enabled_inside_operators():
             function = parameter.view_as(parameter).grad_fn
     return function
+
+
+def _has_first_rates(optimizer: Optimizer) -> bool:
+    first = optimizer.defaults.get("lr")
+    return all("initial_lr" not in group and group.get("lr") is first for group in optimizer.param_groups)
+
+
+def _is_scheduled(optimizer: Optimizer) -> bool:
+    """Whether a scheduler has changed a rate; one on an accelerator is not read."""
+    pairs = ((group.get("lr"), group.get("initial_lr")) for group in optimizer.param_groups)
+    return any(isinstance(rate, float) and isinstance(first, float | int) and rate != first for rate, first in pairs)
 
 
 def _used_classes(base: type[Optimizer]) -> set[type[Optimizer]]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from ikkuna.diagnosis import History, Rule, Score, TimeSeries
-from ikkuna.diagnosis.mistakes import names
+from ikkuna.diagnosis.mistakes import WEIGHTS_RESTORED, names
 from ikkuna_subscribers.rules.figures import gradient_growth, sources
 
 _NOTHING_LEARNED = names(
@@ -264,7 +264,7 @@ class ClippedBeforeUnscalingRule(Rule):
         yield Score(min(self.share / growth, self.norm / norm) if is_limited else 0.0, norm)
 
 
-class WeightsRestoredRule(Rule):
+class WeightsRestoredRule(Rule, mistake=WEIGHTS_RESTORED):
     """All weights are exactly what they were at an earlier sample, although they have moved in between.
 
     A checkpoint or a copy of the weights is loaded inside the loop, and what was learned since is thrown away.
@@ -272,21 +272,17 @@ class WeightsRestoredRule(Rule):
     in the sample before; two times.  A rate that is far too low moves weights by their last bit, and back.
     It is an info if the learning rate is another one than at the earlier sample and the loss has fallen: the best weights may be loaded
     on purpose when the rate is lowered.
-    Cannot see: a single return, which may be intended, as after a spike of the loss; weights that are trained before the next sample.
+    Cannot see: a single return, which may be intended, as after a spike of the loss; weights that are trained before the next sample;
+    those that are put back before each step, which `ikkuna.observation.hooks.first_steps.FirstSteps` finds.
     """
 
-    name = "weights_restored"
     version = 3
     needs = sources("weights_norm2")
     uses = sources("learning_rate")
     thresholds = ("distance",)
     distance: float = 1e-6
     judged_on = frozenset(needs)
-    severity = "error"
     patience = 1
-    explains = names("no_learning plateau loss_spike lr_too_low")
-    meaning = "The weights have returned to exactly those of step {figure:.0f}: what was learned since is lost, again and again."
-    advice = "search for load_state_dict(), a copy of the weights or a new model inside the loop"
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield 1 if the weights were like this before, and others in between."""

@@ -56,6 +56,29 @@ class ContradictingLabelsRule(_RowRule):
             yield Score(figure / self.share if sum(value > 0 for value in values) >= 3 else 0.0, figure)
 
 
+class LabelsRepeatedRule(_RowRule):
+    """Each batch has the labels of the first one, while its inputs are others.
+
+    Threshold: a fact, for 5 samples in a row, in which at least three rows have come with other labels than before.
+    Cannot see: rows that do not come again, as those of one epoch or of augmented data; labels that are numbers, or several classes for
+    each row; fewer than 16 rows in a batch.
+    """
+
+    name = "labels_repeated"
+    needs = sources("input_labels_repeats")
+    thresholds = ("samples",)
+    samples: float = 5
+    patience = 1
+    explains = names("no_learning plateau overfit ignores_input class_collapse")
+    meaning = "{figure:.0f} sampled batches in a row have the same labels, although their inputs differ: rows come again with other labels."
+    advice = "search for labels that are read before the loop, and for a variable that keeps those of an earlier batch"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield one score for the network."""
+        if (curve := history.now("input_labels_repeats")) is not None:
+            yield Score(curve.last / self.samples, curve.last)
+
+
 class TrainingRowsEvaluatedRule(_RowRule):
     """Rows of an evaluation are rows of the training, to the last bit.
 
