@@ -13,7 +13,6 @@ from ikkuna.diagnosis.preflight_checks import dependence, differences, labels, r
 from ikkuna.diagnosis.preflight_checks import loss as losses
 from ikkuna.diagnosis.preflight_checks import model as models
 from ikkuna.diagnosis.preflight_checks.batch import split_batch
-from ikkuna.diagnosis.preflight_checks.first_objective import first_objective
 from ikkuna.diagnosis.preflight_checks.freed_outputs import freed_outputs
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.trial import Check, Trial
@@ -57,7 +56,7 @@ CHECKS: tuple[Check, ...] = (
         sequences.padding_inside,
         sequences.padding_changes_output,
     ),
-    first_objective,
+    runs.first_objective,
 )
 
 
@@ -143,7 +142,7 @@ def preflight(
             try:
                 for finding in _run(check, trial.of_model if check in _OF_OUTPUTS else trial):
                     # what a check before the graph has found, it has found in a module that is named more exactly
-                    if check is not first_objective or finding.rule not in found.causes:
+                    if check is not runs.first_objective or finding.rule not in found.causes:
                         found.add(finding)
                 judged.append(check.__name__)
             except CannotJudgeError as reason:

@@ -405,6 +405,15 @@ def two_phases(model, optimizer, scheduler, drawn):
         yield batch
 
 
+def a_phase_that_is_not_reached(model, optimizer, steps):
+    torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda epoch: min(1.0, (epoch + 1) / 10)
+    )  # which changes the rate at once
+    first = optimizer.next = torch.optim.Adam(model.parameters(), 0.01)
+    for _, x, y in batches(steps):
+        step(model, first, x, y)
+
+
 def frozen(part, mode):
     def loop(model, optimizer, steps):
         model[:part].requires_grad_(False)
@@ -486,6 +495,7 @@ LOOPS = {
     "optimizer and scheduler made again": (scheduled_before(scheduler_made_again), {}),
     "rates copied by hand": (scheduled_before(rates_copied), {}),
     "two phases": (scheduled_before(two_phases), {}),
+    "a phase that is not reached": (a_phase_that_is_not_reached, {}),
     "frozen in training mode": (frozen(2, True), {"frozen_statistics": "info"}),
     "frozen in evaluation mode": (frozen(2, False), {}),
     "nothing frozen": (frozen(0, True), {}),

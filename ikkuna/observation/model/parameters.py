@@ -115,6 +115,7 @@ class TrackedParameters:
         self._of_model: dict[int, nn.Parameter] = {}
         self._spread: list[tuple[int, nn.Parameter]] = []  # neighbours are far from each other in the model
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._first_rates: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
         self._next = count(1)
         self._has_searched = False
         self._has_stepped: set[int] = set()
@@ -201,7 +202,7 @@ class TrackedParameters:
         """Return a number that identifies an optimizer as long as it lives."""
         if (number := self._numbers.get(optimizer)) is None:
             number = self._numbers[optimizer] = next(self._next)
-            self._owners = None
+            self._owners, self._first_rates[optimizer] = None, _rates(optimizer)
         return number
 
     def owned_ids(self, optimizer: Optimizer) -> frozenset[int]:
@@ -269,9 +270,15 @@ class TrackedParameters:
         living = self.optimizers() if self._has_stepped else []
         stepped = [each for each in living if self._numbers[each] in self._has_stepped]
         trained = frozenset[int]().union(*map(self.owned_ids, filter(_has_first_rates, stepped)))
-        return [
-            each for each in living if each not in stepped and _is_scheduled(each) and self.owned_ids(each) <= trained
-        ]
+        waiting = [each for each in living if each not in stepped and self.owned_ids(each) <= trained]
+        return [each for each in waiting if self._is_scheduled(each)]
+
+    def _is_scheduled(self, optimizer: Optimizer) -> bool:
+        """Whether a scheduler has changed a rate since the optimizer was found; one on an accelerator is not read."""
+        return any(
+            "initial_lr" in group and isinstance(group["lr"], float) and group["lr"] != first
+            for group, first in zip(optimizer.param_groups, self._first_rates[optimizer], strict=False)
+        )
 
     def _find_owners(self) -> "_Owners":
         by_group: dict[int, tuple[int, frozenset[int]]] = {}
@@ -412,10 +419,8 @@ def _has_first_rates(optimizer: Optimizer) -> bool:
     return all("initial_lr" not in group and group.get("lr") is first for group in optimizer.param_groups)
 
 
-def _is_scheduled(optimizer: Optimizer) -> bool:
-    """Whether a scheduler has changed a rate; one on an accelerator is not read."""
-    pairs = ((group.get("lr"), group.get("initial_lr")) for group in optimizer.param_groups)
-    return any(isinstance(rate, float) and isinstance(first, float | int) and rate != first for rate, first in pairs)
+def _rates(optimizer: Optimizer) -> list[Any]:
+    return [group.get("lr") for group in optimizer.param_groups]
 
 
 def _used_classes(base: type[Optimizer]) -> set[type[Optimizer]]:
