@@ -211,6 +211,30 @@ def test_targets_that_raise_the_loss_by_more_than_that_of_a_constant_are_an_info
     assert finding.severity == severity
 
 
+def counted(values):
+    return {("weight_state_step_mean", name): sampled(values) for name in LAYERS}
+
+
+FROM_START = [1.0, 2.0, 3.0, 1.0, 2.1, 3.1, 1.0, 2.2, 3.2, 1.0, 2.3, 3.3]
+OUTER_LOOP = [1.0, 2.0, 1.0, 3.0, 1.1, 2.1, 1.1, 3.1, 1.2, 2.2, 1.2, 3.2, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("norms", "counts", "severity"),
+    [
+        (FROM_START, {}, "error"),
+        (FROM_START, counted([float(10 * i + 1) for i in range(12)]), "error"),
+        (FROM_START, counted([1.0, 11.0, 21.0] * 4), "info"),  # the optimizer is new as well, as in a cross-validation
+        ([0.5, *FROM_START], counted([1.0, 11.0, 21.0] * 5), "error"),  # not the first weights
+        (OUTER_LOOP, {}, "info"),
+    ],
+)
+def test_weights_that_are_restored_on_purpose_are_an_info(norms, counts, severity):
+    series = {("weights_norm2", name): sampled(norms) for name in LAYERS} | counts
+    (finding,) = findings(rule_named("weights_restored"), series, 130)
+    assert finding.severity == severity
+
+
 @pytest.mark.parametrize("norm", ["LayerNorm", "BatchNorm1d", "LlamaRMSNorm", None])
 def test_a_large_signal_in_front_of_a_normalisation_is_no_finding(norm):
     behind = [ModuleEntry("norm", norm)] if norm else []
