@@ -211,6 +211,12 @@ def test_targets_that_raise_the_loss_by_more_than_that_of_a_constant_are_an_info
     assert finding.severity == severity
 
 
+@pytest.mark.parametrize(("kept", "is_found"), [(None, True), (1.0, True), (0.0, False)])
+def test_gradients_that_were_cleared_before_the_backward_are_only_changed(kept, is_found):
+    series = ROWS["not_zeroed"][0] | ({} if kept is None else constant(gradients_kept=kept))
+    assert bool(findings(rule_named("not_zeroed"), series)) == is_found
+
+
 def counted(values):
     return {("weight_state_step_mean", name): sampled(values) for name in LAYERS}
 

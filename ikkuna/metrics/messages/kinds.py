@@ -25,8 +25,15 @@ MEASURED_TOGETHER = ("network_output", "input_labels", "loss")
 """Inputs and output of one call of the loss module; a subscriber can measure them together."""
 
 FACT_KINDS = (
-    *("averaged_ranks", "evaluations_in_training_mode", "gradients_at_step", "micro_batches", "undivided_losses"),
-    *("optimizer_beta1", "optimizer_beta2", "optimizer_epsilon", "optimizer_initial_rate", "optimizer_weight_decay"),
+    *("averaged_ranks", "evaluations_in_training_mode", "gradients_at_step", "gradients_kept", "micro_batches"),
+    *(
+        "undivided_losses",
+        "optimizer_beta1",
+        "optimizer_beta2",
+        "optimizer_epsilon",
+        "optimizer_initial_rate",
+        "optimizer_weight_decay",
+    ),
     *("optimizer_closure", "optimizer_maximize", "random_numbers_repeated", "step_skipped", "unowned_parameters"),
 )
 """Facts about the loop and the optimizers that ``batch_finished`` carries, under the names by which rules read them."""

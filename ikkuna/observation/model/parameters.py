@@ -105,6 +105,8 @@ class TrackedParameters:
         The modules and the parameters that the modules held when these were tracked.
     noted : dict or None
         The gradients that `note_gradients` has remembered.
+    are_kept : bool or None
+        Whether gradients were there before the first backward of the step; ``None`` if that is not known.
     """
 
     def __init__(self) -> None:
@@ -125,6 +127,7 @@ class TrackedParameters:
         )
         self._owners: _Owners | None = None
         self.noted: GradientState | None = None
+        self.are_kept: bool | None = None
         self._gradients_are_held = False
         self._left: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # gradients from before
 
@@ -310,6 +313,12 @@ class TrackedParameters:
         """Whether no parameter of the model has a gradient other than zero."""
         grads = (p.grad for p in self._of_model.values())
         return all(grad is None or _is_zero(grad) for grad in grads) and not any(map(holds_gradients, self._roots))
+
+    def note_kept(self) -> None:
+        """Remember whether one of a few parameters has a gradient other than zero before the first backward of a step."""
+        present = [grad for _, parameter in self._spread[:_SENTINELS] if (grad := parameter.grad) is not None]
+        is_unread = any(map(holds_gradients, self._roots)) or any(not g.is_cpu or is_distributed(g) for g in present)
+        self.are_kept = None if is_unread else not all(map(_is_zero, present))
 
     def gradient_state(self) -> GradientState:
         """Return the identities and versions of all gradients."""

@@ -236,6 +236,8 @@ class NotZeroedRule(Rule):
 
     The figure is the norm of the gradient at the optimizer's step over that of one backward pass, the median over weights,
     compared with its value in the first sample, which accumulation explains.
+    The rule is silent if the first backward of the step has found no gradients: then something else has changed them, such as a division
+    by their norm.
     Threshold: 3 times the first value, and 3; without ``zero_grad()`` it reaches 10 within 30 steps.
     Cannot see: gradients that are cleared in some steps.
     """
@@ -243,7 +245,8 @@ class NotZeroedRule(Rule):
     name = "not_zeroed"
     severity_while_falling = "warning"
     needs = sources("weight_gradients_norm2", "weight_micro_gradients_norm2")
-    uses = sources("unowned_parameters")
+    version = 2
+    uses = sources("unowned_parameters", "gradients_kept")
     judged_on = frozenset(needs)
     thresholds = ("factor",)
     factor: float = 3.0
@@ -261,8 +264,8 @@ class NotZeroedRule(Rule):
         growth = gradient_growth(history)
         if growth != growth:
             return
-        first = history.memory[self.name].setdefault("first", growth)
-        yield Score(growth / max(1.0, first) / self.factor, growth)
+        first, kept = history.memory[self.name].setdefault("first", growth), history.curve("gradients_kept")
+        yield Score(0.0 if kept is not None and not kept.last else growth / max(1.0, first) / self.factor, growth)
 
 
 class ScalerSkipsRule(Rule):
