@@ -192,6 +192,13 @@ def test_a_falling_loss_does_not_excuse_batches_of_one_class_each(variance, seve
     assert finding.severity == severity
 
 
+@pytest.mark.parametrize(("classes", "is_found"), [([10.0, 10.0], True), ([10.0, 2.0], False)])
+def test_labels_of_tasks_that_take_turns_are_not_compared_with_each_other(classes, is_found):
+    turns = {"label_mean": [4.5, 0.5], "label_variance": [8.0, 0.25], "output_classes": classes}
+    series = classification(**{kind: sampled(values * 30) for kind, values in turns.items()})
+    assert bool(findings(rule_named("not_shuffled"), series, 600)) == is_found
+
+
 COMPETING = {("loss_change_bound", None): sampled([-2.0])}
 
 
@@ -215,6 +222,12 @@ def test_targets_that_raise_the_loss_by_more_than_that_of_a_constant_are_an_info
 def test_gradients_that_were_cleared_before_the_backward_are_only_changed(kept, is_found):
     series = ROWS["not_zeroed"][0] | ({} if kept is None else constant(gradients_kept=kept))
     assert bool(findings(rule_named("not_zeroed"), series)) == is_found
+
+
+@pytest.mark.parametrize(("shares", "severity"), [([0.5], "warning"), ([1.0, 0.9], "warning"), ([1.0], "info")])
+def test_an_evaluation_of_rows_of_the_training_alone_is_an_info(shares, severity):
+    (finding,) = findings(rule_named("training_rows_evaluated"), {}, 100, {"input_rows_known": sampled(shares)})
+    assert finding.severity == severity
 
 
 def counted(values):

@@ -109,6 +109,7 @@ class NotShuffledRule(Rule):
 
     The figure is the variance of the batches' mean labels, times the size of a batch, over the variance within a batch: about 1 if random.
     Batches with fewer than 4 labels are not judged: the variance within them is not known.
+    Samples with another number of classes than the present one are left out: they are of another task, which has its turn.
     Threshold: 5, and a twentieth of the variance of all labels between batches, for 5 samples in a row, over up to 40 samples;
     the largest figure of 140 healthy runs of classifiers was 2.6.  Of language models it was 10, because neighbouring tokens
     belong to one text, with a fiftieth of the variance between batches.
@@ -119,7 +120,10 @@ class NotShuffledRule(Rule):
 
     name = "not_shuffled"
     severity_while_falling = "info"
+    version = 2
     needs = sources("label_mean", "label_variance", "label_count")
+    uses = sources("output_classes")
+    judged_on = frozenset(needs)
     thresholds = ("factor", "share")
     factor: float = 5.0
     share: float = 0.05
@@ -133,8 +137,14 @@ class NotShuffledRule(Rule):
         mean, variance, count = (history.now(kind) for kind in (*self.needs,))
         if mean is None or variance is None or count is None or mean.count < 10 or count.median(40) < 4:
             return
-        means, variances, counts = mean.tail(40), variance.tail(40), count.tail(40)
-        within = sum(v * n / max(n - 1, 1) for v, n in zip(variances, counts, strict=False)) / len(variances)
+        curve = history.curve("output_classes")
+        classes = {} if curve is None else dict(zip(curve.steps, curve.values, strict=True))
+        rows = zip(mean.steps, mean.values, variance.values, count.values, strict=False)
+        chosen = [row[1:] for row in rows if classes.get(row[0]) == classes.get(mean.step)][-40:]
+        if len(chosen) < 10:
+            return
+        means, variances, counts = zip(*chosen, strict=True)
+        within = sum(v * n / max(n - 1, 1) for v, n in zip(variances, counts, strict=True)) / len(variances)
         center = sum(means) / len(means)
         between = sum((value - center) ** 2 for value in means) / (len(means) - 1)
         within = max(within, 0.02)
