@@ -391,6 +391,22 @@ def mixtures_with_a_function():
     return model, None, step
 
 
+@program("one_label", steps=120)
+def positives_that_stand_before_the_negatives():
+    model, loss = mlp(8, 32, 16), nn.CrossEntropyLoss()
+    optimizer, negatives = torch.optim.Adam(model.parameters(), 1e-2), F.normalize(torch.randn(50, 16), dim=1)
+
+    def step():
+        x, _ = blobs()
+        one, two = (F.normalize(model(x + 0.1 * torch.randn_like(x)), dim=1) for _ in range(2))
+        scores = torch.cat([(one * two.detach()).sum(1, keepdim=True), one @ negatives.T], 1) / 0.2
+        optimizer.zero_grad()
+        loss(scores, torch.zeros(len(x), dtype=torch.long)).backward()
+        optimizer.step()
+
+    return model, loss, step
+
+
 class MaskedPooling(nn.Module):
     """Pools sets by attention, of which some are empty."""
 
