@@ -394,15 +394,34 @@ def mixtures_with_a_function():
 @program("one_label", steps=120)
 def positives_that_stand_before_the_negatives():
     model, loss = mlp(8, 32, 16), nn.CrossEntropyLoss()
-    optimizer, negatives = torch.optim.Adam(model.parameters(), 1e-2), F.normalize(torch.randn(50, 16), dim=1)
+    other, negatives = copy.deepcopy(model).requires_grad_(False), F.normalize(torch.randn(50, 16), dim=1)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
 
     def step():
         x, _ = blobs()
-        one, two = (F.normalize(model(x + 0.1 * torch.randn_like(x)), dim=1) for _ in range(2))
-        scores = torch.cat([(one * two.detach()).sum(1, keepdim=True), one @ negatives.T], 1) / 0.2
+        one, two = (F.normalize(each(x + 0.1 * torch.randn_like(x)), dim=1) for each in (model, other))
+        scores = torch.cat([(one * two).sum(1, keepdim=True), one @ negatives.T], 1) / 0.2
         optimizer.zero_grad()
         loss(scores, torch.zeros(len(x), dtype=torch.long)).backward()
         optimizer.step()
+
+    return model, loss, step
+
+
+@program("not_in_optimizer")
+def matrices_that_are_updated_by_hand():
+    model, loss = mlp(8, 16, 3), nn.CrossEntropyLoss()
+    matrices, others = ([p for p in model.parameters() if (p.ndim == 2) == is_matrix] for is_matrix in (True, False))
+    optimizer = torch.optim.AdamW(others, 1e-2)
+
+    def step():
+        x, y = blobs()
+        model.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for each in matrices:
+                each -= 0.05 * each.grad / each.grad.norm()
 
     return model, loss, step
 
