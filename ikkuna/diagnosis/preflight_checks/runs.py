@@ -105,7 +105,10 @@ def label_dtype(trial: Trial) -> Iterator[Finding]:
 
 
 def label_shape(trial: Trial) -> Iterator[Finding]:
-    """Find labels with a shape that the loss refuses or broadcasts; a label that only scales the gradient of others is not broadcast."""
+    """Find labels with a shape that the loss refuses or broadcasts.
+
+    A label that changes the gradient for other samples by a common factor alone, that of a normaliser, is not broadcast.
+    """
     labels = _refused(trial)
     if labels is not None:
         if labels.ndim > 1 and labels.shape[-1] == 1 and _accepts(trial, lambda y: y.squeeze(-1).long()):
