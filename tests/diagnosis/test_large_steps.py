@@ -78,3 +78,13 @@ def test_a_first_step_before_a_normalisation_is_large_if_its_group_is_much_faste
     values |= {("weights_norm2", name): lambda step: 3.0 for name in moved}
     values |= {("learning_rate", f"group{i}"): lambda step, rate=rate: rate for i, rate in enumerate(rates)}
     assert [finding.module for finding in judged("update_ratio", values, NORMALISED)] == ["conv1"] * is_found
+
+
+@pytest.mark.parametrize(("size", "is_found"), [(0.05, False), (3.0, True)])
+def test_a_step_that_is_far_only_for_a_layer_that_begins_small_is_none(size, is_found):
+    """As the last layer of a policy, initialised with a gain of 0.01."""
+    moved = {"conv0": 0.01, "conv1": 0.01, "head": 1.5}
+    values = {("weight_updates_weights_ratio", n): lambda step, v=v: 0.01 if step else v for n, v in moved.items()}
+    values |= {("weights_norm2", f"conv{i}"): lambda step: 3.0 * 3600**0.5 / 200**0.5 for i in range(2)}
+    values |= {("weights_norm2", "head"): lambda step: 3.0 if step else size}
+    assert [finding.module for finding in judged("update_ratio", values, NORMALISED)] == ["head"] * is_found

@@ -79,13 +79,13 @@ def test_tensorboard_shows_a_table_of_all_findings_and_no_values_of_rules(tmp_pa
     model, loss = small_model(), nn.CrossEntropyLoss()
     rules = [FromStepRule(), "not_in_optimizer", "vanishing_gradient"]
     with ikkuna.watch(model, loss=loss, log_dir=tmp_path, rules=rules):
-        train(model, loss, parameters=list(model.first.parameters()))
+        train(model, loss, steps=11, parameters=list(model.first.parameters()))
     accumulator = EventAccumulator(str(tmp_path / "run0001"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
     heads = {tag.partition("/")[0] for tag in accumulator.Tags()["scalars"]}
     assert not heads & {"Rules", "findings", "unowned_parameters"}
     assert "Network" in heads
     tables = accumulator.Tensors("Text/findings")
-    assert [event.step for event in tables] == [0, 4]
+    assert [event.step for event in tables] == [4, 10]
     table = tables[-1].tensor_proto.string_val[0].decode()
     assert "| warning | not_in_optimizer | `last`, `last.bias` | 0 | No optimizer owns" in table
     assert "| error | from_step |  | 4 | Step 4." in table
@@ -338,7 +338,7 @@ def test_without_a_backend_that_writes_files_the_rules_write_none(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_parameter_in_no_optimizer_is_named_once_at_the_first_step(tmp_path, caplog):
+def test_a_parameter_in_no_optimizer_is_named_once_from_the_first_step_on(tmp_path, caplog):
     model = small_model()
     with ikkuna.watch(model, log_dir=tmp_path) as exporter:
         train(model, nn.CrossEntropyLoss(), steps=31, parameters=list(model.first.parameters()))

@@ -347,6 +347,29 @@ def broadcast_in_a_loss_by_hand():
     return with_optimizer(stack([20, 64, 1]), (torch.randn(32, 20), torch.randn(32)), loss)
 
 
+@mistake(("label_shape", "error", None))
+def broadcast_of_outputs_that_are_all_zero():
+    loss = lambda output, labels: (output - labels).square().mean()  # noqa: E731
+    model = stack([20, 64, 1])
+    nn.init.zeros_(model[-1].weight)
+    nn.init.zeros_(model[-1].bias)
+    return with_optimizer(model, (torch.randn(32, 20), torch.randn(32)), loss)
+
+
+def test_labels_that_only_scale_the_loss_are_not_broadcast():
+    """The loss is divided by the number of objects, which a changed label changes."""
+
+    def loss(output, labels):
+        chances, objects = output.sigmoid()[:, 0], labels.eq(1).float()
+        right, wrong = objects * (1 - chances).square() * chances.log(), (1 - objects) * (1 - chances).log()
+        return -(right + (1 - labels).pow(4) * chances.square() * wrong).sum() / objects.sum()
+
+    torch.manual_seed(0)
+    model, labels = nn.Conv2d(1, 1, 3, padding=1), 0.9 * torch.rand(8, 6, 6)
+    labels[:, 3, 3], labels[0, 0, 0] = 1.0, 0.0
+    assert not ikkuna.preflight(model, (torch.randn(8, 1, 6, 6), labels), loss, torch.optim.Adam(model.parameters()))
+
+
 # -- the loss
 
 
@@ -1285,3 +1308,35 @@ def test_a_model_that_runs_only_without_hooks_is_not_accused():
     found = ikkuna.preflight(model, vectors(), nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 0.1))
     assert not found
     assert "not while these checks observe it" in found.skipped["first_step_runs"]
+
+
+@pytest.mark.parametrize(("reads", "severity"), [(False, "info"), (True, "error")])
+def test_outputs_of_minus_infinity_that_the_loss_does_not_read_are_an_info(reads, severity):
+    class Policy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = stack([20, 64, 6])
+
+        def forward(self, x, allowed):
+            return self.body(x).masked_fill(~allowed, -math.inf)
+
+    torch.manual_seed(0)
+    model, labels, allowed = Policy(), torch.randint(6, (32,)), torch.rand(32, 6) < 0.6
+    allowed[torch.arange(32), labels] = True
+    allowed[0, labels[0]] = not reads
+    optimizer = torch.optim.Adam(model.parameters())
+    found = ikkuna.preflight(model, (torch.randn(32, 20), allowed, labels), nn.CrossEntropyLoss(), optimizer)
+    assert [(each.rule, each.severity) for each in found] == [("nonfinite", severity)]
+
+
+def test_no_warning_of_torch_reaches_the_user():
+    """A sum over the batch is judged by the first step of the optimizer."""
+    torch.manual_seed(0)
+    model = stack([20, 64, 10])
+    optimizer, before = torch.optim.SGD(model.parameters(), 1e-4), torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        [found] = ikkuna.preflight(model, vectors(), nn.CrossEntropyLoss(reduction="sum"), optimizer)
+    finally:
+        torch.set_warn_always(before)
+    assert (found.rule, found.severity) == ("loss_scale", "info")

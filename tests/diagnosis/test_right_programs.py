@@ -391,6 +391,72 @@ def mixtures_with_a_function():
     return model, None, step
 
 
+@program("one_label", steps=120)
+def positives_that_stand_before_the_negatives():
+    model, loss = mlp(8, 32, 16), nn.CrossEntropyLoss()
+    other, negatives = copy.deepcopy(model).requires_grad_(False), F.normalize(torch.randn(50, 16), dim=1)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+
+    def step():
+        x, _ = blobs()
+        one, two = (F.normalize(each(x + 0.1 * torch.randn_like(x)), dim=1) for each in (model, other))
+        scores = torch.cat([(one * two).sum(1, keepdim=True), one @ negatives.T], 1) / 0.2
+        optimizer.zero_grad()
+        loss(scores, torch.zeros(len(x), dtype=torch.long)).backward()
+        optimizer.step()
+
+    return model, loss, step
+
+
+@program("not_in_optimizer")
+def matrices_that_are_updated_by_hand():
+    model, loss = mlp(8, 16, 3), nn.CrossEntropyLoss()
+    matrices, others = ([p for p in model.parameters() if (p.ndim == 2) == is_matrix] for is_matrix in (True, False))
+    optimizer = torch.optim.AdamW(others, 1e-2)
+
+    def step():
+        x, y = blobs()
+        model.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for each in matrices:
+                each -= 0.05 * each.grad / each.grad.norm()
+
+    return model, loss, step
+
+
+class MaskedPooling(nn.Module):
+    """Pools sets by attention, of which some are empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.values, self.keys, self.softmax, self.head = (
+            nn.Linear(8, 16),
+            nn.Linear(8, 1),
+            nn.Softmax(1),
+            nn.Linear(16, 2),
+        )
+
+    def forward(self, x, known):
+        weights = self.softmax(self.keys(x).squeeze(2).masked_fill(~known, float("-inf")))
+        return self.head((torch.nan_to_num(weights)[..., None] * self.values(x)).sum(1))
+
+
+@program("nonfinite")
+def rows_that_are_masked_as_a_whole():
+    model, loss = MaskedPooling(), nn.CrossEntropyLoss()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+
+    def step():
+        x, known = torch.randn(32, 6, 8), torch.arange(6) < torch.arange(32)[:, None] % 7
+        optimizer.zero_grad()
+        loss(model(x, known), ((x[..., 0] * known).sum(1) > 0).long()).backward()
+        optimizer.step()
+
+    return model, loss, step
+
+
 @program("wrong_sign", steps=300)
 def advantage_with_an_entropy():
     torch.manual_seed(2)
@@ -720,6 +786,25 @@ def test_a_loss_that_makes_nan_of_finite_outputs_is_named(tmp_path):
     [found] = handle.findings
     assert "All activations of this step are finite, so the loss function has made it." in found.message
     assert found.advice.startswith("look in the loss for the logarithm")
+
+
+@pytest.mark.parametrize("place", ["head", "loss"])
+def test_nan_behind_rows_that_are_masked_as_a_whole_is_found(place, tmp_path):
+    torch.manual_seed(0)
+    model, loss = MaskedPooling(), nn.CrossEntropyLoss()
+    with ikkuna.watch(model, loss, log_dir=tmp_path, rules=["nonfinite"], backend="null", verbosity=0) as handle:
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        for step in range(31):
+            x, known = torch.randn(32, 6, 8), torch.arange(6) < torch.arange(32)[:, None] % 7
+            if step == 20 and place == "head":
+                model.head.weight.detach()[0, 0] = float("nan")
+            optimizer.zero_grad()
+            y = loss(model(x, known), ((x[..., 0] * known).sum(1) > 0).long())
+            (y * float("nan") if step == 20 and place == "loss" else y).backward()
+            optimizer.step()
+    [found] = handle.findings
+    assert (found.severity, found.module) == ("error", "head")
+    assert found.step >= 20
 
 
 @pytest.mark.parametrize("options", [{"every": 1, "preset": "full"}, {"every": 10}])

@@ -107,7 +107,7 @@ class _FreeLoss:
         if not loss.requires_grad:
             raise CannotJudgeError("the loss has no gradient with respect to the output")
         found = torch.autograd.grad(loss, sources, allow_unused=True)
-        return float(loss), [
+        return float(loss.detach()), [
             torch.zeros_like(x) if g is None else g.detach() for x, g in zip(sources, found, strict=True)
         ]
 

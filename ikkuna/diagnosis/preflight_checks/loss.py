@@ -280,7 +280,7 @@ def _loss_of_copies(trial: Trial, number: int) -> float:
         loss = trial.evaluate(batch.map(copies)).loss
         if loss is None:
             raise CannotJudgeError("the model returned no loss in evaluation mode")
-        return float(loss)
+        return float(loss.detach())
     output = trial.output
     if not isinstance(labels, Tensor) or not size or output.ndim < 1 or len(output) % size or len(labels) % size:
         raise CannotJudgeError("output and labels have no common axis of samples")
@@ -371,4 +371,4 @@ def _loss_and_gradients(trial: Trial, parameters: list[nn.Parameter]) -> tuple[f
     with trial.running(as_training=True, autograd=True):
         loss = trial.loss_of_result(run_model(trial.model, trial.batch.copy().inputs))
         gradients = torch.autograd.grad(loss.reshape(()), parameters, allow_unused=True) if parameters else ()
-    return float(loss), gradients
+    return float(loss.detach()), gradients

@@ -108,7 +108,10 @@ def label_dtype(trial: Trial) -> Iterator[Finding]:
 
 
 def label_shape(trial: Trial) -> Iterator[Finding]:
-    """Find labels with a shape that the loss refuses or broadcasts."""
+    """Find labels with a shape that the loss refuses or broadcasts.
+
+    A label that changes the gradient for other samples by a common factor alone, that of a normaliser, is not broadcast.
+    """
     labels = _refused(trial)
     if labels is not None:
         if labels.ndim > 1 and labels.shape[-1] == 1 and _accepts(trial, lambda y: y.squeeze(-1).long()):
@@ -145,15 +148,20 @@ def _accepts(trial: Trial, change: Callable[[Tensor], Tensor]) -> bool:
 
 
 def _mixes_samples(trial: Trial) -> bool:
-    """Return whether the label of one sample changes the gradient for another."""
+    """Return whether the label of one sample changes the gradient for others by more than a common factor.
+
+    A common factor is that of a normaliser of the loss, such as the number of objects among the labels.
+    """
     labels = trial.batch.labels.detach()
     changed = labels.clone()
     changed.flatten()[0] += 1
     try:
-        first, second = (trial.gradient_of_output(trial.output, y).flatten()[1:] for y in (labels, changed))
+        first, second = (trial.gradient_of_output(trial.output, y).flatten()[1:].float() for y in (labels, changed))
     except Exception:
         return False
-    return not torch.allclose(first, second, rtol=1e-4, atol=1e-4 * float(first.abs().max()))
+    if first.std(correction=0) > 1e-4 * first.abs().max():  # of equal numbers every other ones would be a multiple
+        first = first * (first @ second) / first.square().sum()
+    return not torch.allclose(first, second, rtol=1e-4, atol=1e-4 * float(second.abs().max()))
 
 
 _MOST_FORWARDS = 12

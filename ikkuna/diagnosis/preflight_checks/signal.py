@@ -253,7 +253,11 @@ def zero_gradient(trial: Trial) -> Iterator[Finding]:
 
 
 def nonfinite(trial: Trial) -> Iterator[Finding]:
-    """Find NaN and infinite elements in the earliest place: parameters, buffers, inputs, outputs, loss, gradients."""
+    """Find NaN and infinite elements in the earliest place: parameters, buffers, inputs, outputs, loss, gradients.
+
+    In outputs they are an info if the loss and all gradients are finite: the loss does not read them, as those of actions that are
+    not allowed.
+    """
     trial.require_values()
     found = _of_parameters(trial) or _of_batch(trial) or _of_first_step(trial)
     if found is not None:
@@ -300,14 +304,16 @@ _CLEAN = (
 def _of_first_step(trial: Trial) -> Finding | None:
     step = trial.first_step
     loss_finite = step.loss is None or _finite(step.loss)
+    bad = [name for name, gradient in step.gradients.items() if gradient is not None and not gradient.finite]
     if (step.output is not None and not _finite(step.output)) or not loss_finite:
         source = next((call.name for call in step.record.calls if not call.finite), None)
         detail, advice = "This module is the first with such outputs.", ""
         if source is None:
             detail = "The loss is so although the output of the model is finite."
             advice = "give labels that are not ignored" if _all_ignored(trial) else ""
-        return NONFINITE.found(module=source, detail=detail, advice=advice)
-    bad = [name for name, gradient in step.gradients.items() if gradient is not None and not gradient.finite]
+        is_harmless = step.loss is not None and loss_finite and bool(step.gradients) and not bad
+        detail += " The loss and all gradients are finite." if is_harmless else ""
+        return NONFINITE.found(module=source, detail=detail, advice=advice, at_most="info" if is_harmless else "error")
     if bad:
         detail = f"These are gradients, behind a finite loss: {listed(bad)}."
         advice = "look for sqrt(0), norm(0) or a division by 0 behind the last of these modules"

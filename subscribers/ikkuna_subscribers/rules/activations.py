@@ -249,6 +249,17 @@ _SMALLER = (
 )
 
 
+def _is_replaced(history: History) -> bool:
+    """Return whether inputs or outputs of modules are not finite, but the loss, all weights and all their gradients are."""
+
+    def values(*kinds: str) -> list[float]:
+        return [curve.last for kind in kinds for _, curve in history.fresh(kind)]
+
+    is_seen = not all(map(math.isfinite, values("activations_variance", "input_data_mean")))
+    are_known = bool(values("loss") and values("weight_gradients_norm2"))
+    return is_seen and are_known and all(map(math.isfinite, values("loss", "weights_norm2", "weight_gradients_norm2")))
+
+
 class NonFiniteRule(Rule, mistake=NONFINITE):
     """The loss, an activation, a gradient or a weight is NaN or infinite.
 
@@ -257,11 +268,13 @@ class NonFiniteRule(Rule, mistake=NONFINITE):
     If `NonFiniteSubscriber` publishes the producer, that is used.
     If only the loss is known, a tenfold growth before it shows that the steps were too large, and a loss below twice the first that the
     batch, or a function outside of its domain, is the cause.
-    Threshold: a fact, without a number.
+    Threshold: a fact, without a number.  Inputs and outputs of modules are spared if the loss, all weights and all their gradients of the
+    step are finite, as behind the softmax of a row that is masked as a whole: what is not finite is then left out or replaced.
     A weight that is not finite before the backward of a step whose loss is not is named in every step, sampled or not, on the host.
     Cannot see: another producer if the first NaN appears in a step that is not sampled; steps that a gradient scaler skips.
     """
 
+    version = 2
     needs = sources("weights_norm2")
     uses = sources("loss", "activations_variance", "weight_gradients_norm2", "nonfinite_producer", "input_data_mean")
     judged_on = frozenset(("weights_norm2", "activations_variance", "weight_gradients_norm2", "nonfinite_producer"))
@@ -274,6 +287,8 @@ class NonFiniteRule(Rule, mistake=NONFINITE):
         places = [self._producer]  # what another subscriber has found
         if not history.is_finite:
             places = [self._inputs, self._producer, self._module, self._loss, self._gradient]
+        if _is_replaced(history):
+            places = []
         found = next(filter(None, (place(history) for place in places)), None)
         history.memory[self.name]["found"] = found is not None
         yield found or Score(0.0, 0.0)
@@ -325,7 +340,8 @@ class NonFiniteRule(Rule, mistake=NONFINITE):
         weights = {name: curve.last for name, curve in history.fresh("weights_norm2")}
         broken = [name for name, value in weights.items() if not math.isfinite(value)]
         for name, curve in history.fresh("activations_variance"):
-            if curve.last != curve.last and not broken:
+            was_replaced = any(map(math.isnan, curve.tail(1, skip=1)))
+            if curve.last != curve.last and not broken and not was_replaced:
                 text = "It is the output of this module, while all weights are finite."
                 return Score(1.0, curve.last, name, "activations_variance", detail=text)
         if broken:

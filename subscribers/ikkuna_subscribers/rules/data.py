@@ -159,17 +159,31 @@ class OneLabelRule(Rule, mistake=ONE_LABEL):
     """Every label of every sampled batch is of the same class.
 
     Threshold: a fact, without a number, for 8 samples in a row with at least 4 labels.
+    The rule is silent if no parameter of the network has an axis as long as there are classes: the scores are then not what a layer has
+    returned but similarities, as those of a contrastive loss to one positive and many negatives, of which the positive stands first.
     Cannot see: labels that are wrong in another way (the rule no_learning sees random ones).
     """
 
+    version = 2
     needs = sources("label_mean", "label_variance", "label_count")
+    uses = sources("output_classes")
+    judged_on = frozenset(needs)
     patience = 8
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield 1 if the labels are those of the first batch, and all the same."""
         mean, variance, count = (history.now(kind) for kind in (*self.needs,))
         if mean is not None and variance is not None and count is not None and count.last >= 4:
-            yield Score(float(variance.last == 0 and mean.last == mean.first[0]), mean.last)
+            is_one = variance.last == 0 and mean.last == mean.first[0] and not _are_similarities(history)
+            yield Score(float(is_one), mean.last)
+
+
+def _are_similarities(history: History) -> bool:
+    """Return whether there are as many classes as no axis of a parameter is long; ``False`` if either is unknown."""
+    classes = history.now("output_classes")
+    parameters = (shape for entry in history.network.modules for _, shape in entry.parameters)
+    lengths = {length for shape in parameters for length in shape or ()}
+    return classes is not None and bool(lengths) and classes.last not in lengths
 
 
 class SigmoidTwiceRule(Rule, mistake=SIGMOID_TWICE):

@@ -55,15 +55,17 @@ class NotInOptimizerRule(Rule, mistake=NOT_IN_OPTIMIZER):
     """A trainable parameter belongs to no optimizer, so it never changes.
 
     Every optimizer of the process counts.
-    Threshold: a fact, without a number.  The rule is silent if the norm of the module's weight changes, because something else writes it,
-    such as the average of a target network, and if no gradient reaches this weight, because then nothing is meant to train it.
+    Threshold: a fact, without a number, for 2 samples in a row: the first one cannot show whether the weight moves.
+    The rule is silent if the norm of the module's weight changes, because something else writes it, such as the average of a target
+    network or an update by hand beside the optimizer, and if no gradient reaches this weight, because then nothing is meant to train it.
     Cannot see: parameters of modules that are not observed; a run in which a step is made by hand.
     """
 
+    version = 2
     needs = sources("unowned_parameters")
     uses = sources("weights_norm2", "weight_gradients_norm2")
     judged_on = frozenset(needs)
-    patience = 1
+    patience = 2
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield 1 for each parameter without an optimizer."""

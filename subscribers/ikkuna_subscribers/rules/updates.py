@@ -270,7 +270,9 @@ class UpdateRatioRule(Rule):
     The figure is the norm of an update over that of the weight; after step 30 the median of the last 5 samples.
     Threshold: 1 in the first 30 steps, 0.1 later, and 30 times the median of the network;
     1/1000 is usual (Karpathy).  Weights that begin near zero, below 0.01 of the usual root mean square of the weights, are left out:
-    they start high and settle, with a warm-up after more than 40 steps.
+    they start high and settle, with a warm-up after more than 40 steps.  Against the first threshold, a weight that is smaller than usual
+    counts as large as usual: the step of a layer that begins small on purpose, as the last one of a policy with a gain of 0.01, is far only
+    in relation to this weight.
     Weights in front of a normalisation are left out in the first 30 steps, unless the rates of two groups differ by as much: they grow
     with each large step, which makes the next one smaller.  The first step of a ResNet-50 of the usual initialisation is 1.2 to 9 times
     its first weight, and the network learns.
@@ -278,7 +280,7 @@ class UpdateRatioRule(Rule):
     """
 
     name = "update_ratio"
-    version = 2
+    version = 3
     severity_while_falling = "info"
     needs = sources("weight_updates_weights_ratio")
     uses = sources("weights_norm2", "learning_rate")
@@ -298,12 +300,21 @@ class UpdateRatioRule(Rule):
         number, limit = (1, 10 * self.ratio) if is_early else (5, self.ratio)
         figures = [(name, c.median(number)) for name, c in history.matrices("weight_updates_weights_ratio")]
         usual, near_zero = middle([figure for _, figure in figures]), _near_zero(history, history.memory[self.name])
+        sizes = _sizes(history)
+        usual_size = middle([size for size in sizes.values() if size > 0])
         rates = [curve.last for curve in history.curves("learning_rate").values() if curve.last > 0]
         have_one_rate = not rates or max(rates) < self.factor * min(rates)
         for name, figure in figures:
             is_left_out = name in near_zero or (is_early and have_one_rate and history.network.is_normalised(name))
             if figure > 0 and usual > 0 and len(figures) > 2 and not is_left_out:
-                yield Score(min(figure / limit, figure / usual / self.factor), figure, name)
+                share = min(sizes.get(name, math.inf) / usual_size, 1.0) if usual_size > 0 else 1.0
+                yield Score(min(share * figure / limit, figure / usual / self.factor), figure, name)
+
+
+def _sizes(history: History) -> dict[str, float]:
+    """Return the root mean square of each weight matrix."""
+    size_of = history.network.size_of
+    return {name: curve.last / math.sqrt(size_of(name)) for name, curve in history.matrices("weights_norm2")}
 
 
 def _near_zero(history: History, memory: dict[str, Any]) -> set[str]:
