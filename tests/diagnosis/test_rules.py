@@ -230,6 +230,14 @@ def test_an_evaluation_of_rows_of_the_training_alone_is_an_info(shares, severity
     assert finding.severity == severity
 
 
+@pytest.mark.parametrize(
+    ("ages", "is_found"), [([0.0, 60.0, 60.0, 60.0], True), ([0.0, 60.0, 90.0, 40.0, 70.0, 20.0], False)]
+)
+def test_batches_that_are_drawn_again_at_random_have_no_order(ages, is_found):
+    series = {("input_batch_age", None): sampled(ages)}
+    assert bool(findings(rule_named("same_order"), series, 10 * len(ages))) == is_found
+
+
 def counted(values):
     return {("weight_state_step_mean", name): sampled(values) for name in LAYERS}
 

@@ -315,6 +315,12 @@ class WeightsRestoredRule(Rule, mistake=WEIGHTS_RESTORED):
         yield Score(float(is_bad), float(step), at_most="info" if is_info else "error")
 
 
+_IN_TRAINING_MODE = {
+    "Dropout": "Dropout was active.",
+    "BatchNorm": "Batch norm used and changed its statistics with the data of the evaluation.",
+}
+
+
 class EvaluationInTrainingModeRule(Rule):
     """The evaluation passes of the loop run in training mode, and the network has dropout or batch norm.
 
@@ -331,15 +337,13 @@ class EvaluationInTrainingModeRule(Rule):
     passes: float = 2
     patience = 1
     explains = names("running_statistics")
-    meaning = (
-        "{figure:.0f} evaluation passes ran in training mode: dropout was active, and batch norm used and changed its "
-        "statistics with the data of the evaluation."
-    )
+    meaning = "{figure:.0f} evaluation passes ran in training mode."
     advice = "call model.eval() before the evaluation and model.train() after it"
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield one score for the network."""
         curve = history.now("evaluations_in_training_mode")
         classes = [entry.class_name for entry in history.network.modules]
-        if curve is not None and any("BatchNorm" in name or "Dropout" in name for name in classes):
-            yield Score(curve.last / self.passes, curve.last)
+        details = [text for part, text in _IN_TRAINING_MODE.items() if any(part in name for name in classes)]
+        if curve is not None and details:
+            yield Score(curve.last / self.passes, curve.last, detail=" ".join(details))

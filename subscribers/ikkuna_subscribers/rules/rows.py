@@ -180,11 +180,12 @@ class SameOrderRule(_RowRule):
     """Batches come again with the same rows in the same order: the data is not shuffled anew in each epoch.
 
     Windows of one long text, and steps on all data, do this on purpose; the finding is therefore only an info.
-    Threshold: a fact, for 3 samples in a row, whose batches are not those of the sample before.
+    Threshold: a fact, for 3 samples in a row, whose batches are not those of the sample before and come again after as many steps.
     Cannot see: batches that are augmented; a batch that comes again after more than 1,024 sampled ones.
     """
 
     name = "same_order"
+    version = 2
     needs = sources("input_batch_age")
     severity = "info"
     meaning = "The batches come again in the same order with the same rows, those of {figure:.0f} steps before."
@@ -194,7 +195,8 @@ class SameOrderRule(_RowRule):
         """Yield 1 if the batch is one of an earlier sample, but not of the last one."""
         curve = history.now("input_batch_age")
         if curve is not None and len(curve.steps) > 1:
-            yield Score(float(curve.last > curve.step - curve.steps[-2]), curve.last)
+            is_periodic = curve.values[-2] in (0, curve.last)
+            yield Score(float(is_periodic and curve.last > curve.step - curve.steps[-2]), curve.last)
 
 
 class RepeatedBatchRule(_RowRule):
