@@ -76,8 +76,9 @@ def test_bad_arguments_return_2_and_a_line(arguments, text, capsys):
     assert error.count("\n") == 1
 
 
-def test_options_may_stand_between_arguments(capsys):
-    assert cli.main(["diff", "no", "--json", "run", "--tolerance=1"]) == 2
+def test_options_may_stand_between_arguments(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["diff", "no", "--json", "neither", "--tolerance=1"]) == 2
     assert "'no'" in capsys.readouterr().err
 
 

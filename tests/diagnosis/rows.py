@@ -355,7 +355,7 @@ ROWS = {  # rule → the series of a run with the mistake, and of a healthy run 
         {("input_rows_contradicted", None): sampled([1.0, 0.0])},
     ),
     "labels_repeated": (
-        constant(input_labels_repeats=6.0),
+        constant(input_labels_repeats=7.0),
         constant(input_labels_repeats=3.0),
     ),
     "batch_twice": (

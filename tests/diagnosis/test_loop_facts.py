@@ -19,6 +19,12 @@ NEW = {
 }
 
 
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path, monkeypatch):
+    """Let dumps, which findings write, be written to a directory of the test."""
+    monkeypatch.chdir(tmp_path)
+
+
 def network():
     return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 2))
 
