@@ -8,6 +8,7 @@ What the judge of a run receives is stored below ``IKKUNA_DIAGNOSIS_STORE``, so 
 """
 
 import argparse
+import copy
 import json
 import logging
 import math
@@ -27,7 +28,6 @@ from typing import NamedTuple
 import torch
 
 from ikkuna.diagnosis import Finding, Judge, Network, get_rules
-from ikkuna.diagnosis.history import TRAINING
 from tests.diagnosis.healthy import HEALTHY, OTHERS
 from tests.diagnosis.planted import FAULTS
 from tests.diagnosis.training import Case, watch
@@ -90,38 +90,35 @@ def record(spec, store=STORE):
     return spec, file
 
 
+GIVEN = ("add", "add_all", "defer", "defer_all", "defer_losses", "add_finding", "finish_step")
+"""The methods of the judge that receive values, findings and the ends of steps; most of them call others of them."""
+
+
 def watch_and_record(calls, model, loss):
     """Return an exporter with rules, whose judge stores its calls."""
     exporter = watch(model, loss)
-    judge = exporter._attachment.rules.judge
-    add, add_all, defer, finish = judge.add, judge.add_all, judge.defer, judge.finish_step
-    add_finding = judge.add_finding
+    judge, running = exporter._attachment.rules.judge, []
 
-    def store_value(*args):
-        if args[0] in judge.kinds:
-            calls.append(args)
-        add(*args)
+    def stored(name):
+        method = getattr(judge, name)
 
-    def store_values(kind, names, step, values, pass_name=TRAINING):
-        if kind in judge.kinds:
-            calls.extend((kind, name, step, value, pass_name) for name, value in zip(names, values, strict=True))
-        add_all(kind, names, step, values, pass_name)
+        def call(*args):
+            is_first, is_read = not running, not isinstance(args[0], str) or args[0] in judge.kinds
+            running.append(name)
+            try:
+                found = method(*args)
+            finally:
+                running.pop()
+            if is_first and is_read:
+                calls.append(
+                    (name, copy.deepcopy(args) if name != "defer_losses" else (args[0], args[1][:found], args[2]))
+                )
+            return found
 
-    def store_later(*args):
-        if args[0] in judge.kinds:
-            calls.append(args)
-        defer(*args)
+        return call
 
-    def store_finding(finding, step):
-        calls.append((finding, step))
-        return add_finding(finding, step)
-
-    def store_end(step):
-        calls.append(step)
-        return finish(step)
-
-    judge.add, judge.add_all, judge.defer, judge.finish_step = store_value, store_values, store_later, store_end
-    judge.add_finding = store_finding
+    for name in GIVEN:
+        setattr(judge, name, stored(name))
     return exporter
 
 
@@ -130,14 +127,16 @@ def replay(spec, file):
     calls, modules, hit = pickle.loads(file.read_bytes())
     judge = Judge(get_rules(), Network(modules))
     announced = {}
-    for call in calls:
-        if isinstance(call, int):
-            announced |= {finding.rule: call for finding in judge.finish_step(call)}
-        elif isinstance(call[0], Finding):
-            if (found := judge.add_finding(*call)) is not None:
-                announced[found.rule] = call[1]
-        else:
-            judge.add(*call)
+    for name, args in calls:
+        found = getattr(judge, name)(*args)
+        while name == "defer_losses" and 0 < found < len(args[1]):  # other rules may judge at other steps
+            args = args[0] + found, args[1][found:], args[2]
+            judge.finish_step(args[0] - 1)
+            found = judge.defer_losses(*args)
+        if name == "finish_step":
+            announced |= {finding.rule: args[0] for finding in found}
+        elif name == "add_finding" and found is not None:
+            announced[found.rule] = args[1]
     return spec, list(judge.findings), announced, hit, judge.history.network
 
 
