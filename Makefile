@@ -33,8 +33,6 @@ demo: .venv/installed
 
 # New memory holds this byte in tests, so that none passes because memory happened to be zero.
 test test-slow test-triton test-gpu: export MALLOC_PERTURB_ := 165
-# Threads of one process that wait for a core which another process has take several times the processor's time.
-test test-slow test-triton test-gpu: export OMP_NUM_THREADS := 1
 
 test: .venv/installed-test
 	$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile
