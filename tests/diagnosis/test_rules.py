@@ -224,12 +224,6 @@ def test_gradients_that_were_cleared_before_the_backward_are_only_changed(kept, 
     assert bool(findings(rule_named("not_zeroed"), series)) == is_found
 
 
-@pytest.mark.parametrize(("shares", "severity"), [([0.5], "warning"), ([1.0, 0.9], "warning"), ([1.0], "info")])
-def test_an_evaluation_of_rows_of_the_training_alone_is_an_info(shares, severity):
-    (finding,) = findings(rule_named("training_rows_evaluated"), {}, 100, {"input_rows_known": sampled(shares)})
-    assert finding.severity == severity
-
-
 @pytest.mark.parametrize(
     ("ages", "is_found"), [([0.0, 60.0, 60.0, 60.0], True), ([0.0, 60.0, 90.0, 40.0, 70.0, 20.0], False)]
 )

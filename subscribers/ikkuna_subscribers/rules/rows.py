@@ -83,12 +83,11 @@ class TrainingRowsEvaluatedRule(_RowRule):
     """Rows of an evaluation are rows of the training, to the last bit.
 
     The figure is a lower bound, because the training is sampled: the share of the last rows of each of up to 10 passes.
-    Threshold: 0.1, at the second pass and later; it is an info if all of these rows are, because the training is measured on purpose.
+    Threshold: 0.1, at the second pass and later.
     Cannot see: the evaluation of a compiled model; training rows that are augmented; passes whose last batch has none.
     """
 
     name = "training_rows_evaluated"
-    version = 2
     needs = sources("input_rows_known")
     thresholds = ("share",)
     share: float = 0.1
@@ -104,8 +103,7 @@ class TrainingRowsEvaluatedRule(_RowRule):
                 continue
             values = curve.tail(10)
             figure = sum(values) / len(values)
-            score = figure / self.share if len(values) > 1 else 0.0
-            yield Score(score, figure, at_most="info" if min(values) == 1 else "error")
+            yield Score(figure / self.share if len(values) > 1 else 0.0, figure)
 
 
 class EvaluationInputsRule(_RowRule):
