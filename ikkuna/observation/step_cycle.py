@@ -412,8 +412,8 @@ class StepCycle:
         }
         if self._context.recorder.plan.reports_parameters:
             facts["gradients_at_step"] = optimizers.gradients
-            if (is_kept := self._context.parameters.are_kept) is not None:
-                facts["gradients_kept"] = is_kept
+            if (kept := self._context.parameters.gradients_kept) is not None:
+                facts["gradients_kept"] = kept
             if (are_repeated := self._random_numbers.are_repeated(numbers)) is not None:
                 facts["random_numbers_repeated"] = are_repeated
         report = {

@@ -127,7 +127,7 @@ class BackwardHooks:
         if kind is Backward.ACCUMULATES and (parameters.noted is not None or self.running):
             self.report_cleared(forward)
         elif kind is Backward.ACCUMULATES and self.context.recorder.plan.reports_parameters:
-            parameters.note_kept()
+            parameters.note_kept_gradients()
         before = parameters.gradient_state() if kind is Backward.CHECKPOINTED else None
         running = self.running[task] = _Running(kind, before)
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()

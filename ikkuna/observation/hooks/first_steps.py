@@ -57,7 +57,7 @@ class FirstSteps:
     A gradient that has been removed, and has become a multiple of itself below 0.99 or was limited by then, was clipped too late.
     Three steps must show these facts, and something else than optimizers must not have written to the parameters in between:
     a search along a line, and an update by hand, use a gradient again.
-    Weights that each of the first 10 steps finds as the step before has found them, and not as it has left them, are put back.
+    Weights are put back if each of ten steps, from the third on, finds what the step before has found, and not what it has left.
 
     Only small gradients and weights of the host are copied, for 20 steps at most.
     Steps with a closure, which computes the gradients, and steps inside of another one are left out.

@@ -312,7 +312,7 @@ class OptimizerHooks:
         if self.table.is_used or self.table.memory.buffers:
             self.table.step_ended()
         self.rates, self.settings = {}, {}
-        self.context.parameters.are_kept = None
+        self.context.parameters.gradients_kept = None
         self.has_closure = False
         self.gradients = 0
         self._used = set()

@@ -105,7 +105,7 @@ class TrackedParameters:
         The modules and the parameters that the modules held when these were tracked.
     noted : dict or None
         The gradients that `note_gradients` has remembered.
-    are_kept : bool or None
+    gradients_kept : bool or None
         Whether gradients were there before the first backward of the step; ``None`` if that is not known.
     """
 
@@ -127,7 +127,7 @@ class TrackedParameters:
         )
         self._owners: _Owners | None = None
         self.noted: GradientState | None = None
-        self.are_kept: bool | None = None
+        self.gradients_kept: bool | None = None
         self._gradients_are_held = False
         self._left: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # gradients from before
 
@@ -205,7 +205,8 @@ class TrackedParameters:
         """Return a number that identifies an optimizer as long as it lives."""
         if (number := self._numbers.get(optimizer)) is None:
             number = self._numbers[optimizer] = next(self._next)
-            self._owners, self._first_rates[optimizer] = None, _rates(optimizer)
+            self._owners = None
+            self._first_rates[optimizer] = [group.get("lr") for group in optimizer.param_groups]
         return number
 
     def owned_ids(self, optimizer: Optimizer) -> frozenset[int]:
@@ -314,11 +315,11 @@ class TrackedParameters:
         grads = (p.grad for p in self._of_model.values())
         return all(grad is None or _is_zero(grad) for grad in grads) and not any(map(holds_gradients, self._roots))
 
-    def note_kept(self) -> None:
+    def note_kept_gradients(self) -> None:
         """Remember whether one of a few parameters has a gradient other than zero before the first backward of a step."""
         present = [grad for _, parameter in self._spread[:_SENTINELS] if (grad := parameter.grad) is not None]
         is_unread = any(map(holds_gradients, self._roots)) or any(not g.is_cpu or is_distributed(g) for g in present)
-        self.are_kept = None if is_unread else not all(map(_is_zero, present))
+        self.gradients_kept = None if is_unread else not all(map(_is_zero, present))
 
     def gradient_state(self) -> GradientState:
         """Return the identities and versions of all gradients."""
@@ -426,10 +427,6 @@ def _node_of_view(parameter: nn.Parameter) -> Any:
 def _has_first_rates(optimizer: Optimizer) -> bool:
     first = optimizer.defaults.get("lr")
     return all("initial_lr" not in group and group.get("lr") is first for group in optimizer.param_groups)
-
-
-def _rates(optimizer: Optimizer) -> list[Any]:
-    return [group.get("lr") for group in optimizer.param_groups]
 
 
 def _used_classes(base: type[Optimizer]) -> set[type[Optimizer]]:

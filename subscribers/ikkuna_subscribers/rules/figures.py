@@ -26,14 +26,8 @@ _OTHERS = {  # subscriber → the kinds that it publishes
     ),
     "ConstantPredictionSubscriber()": ("loss_form", "loss_over_constant", "constant_loss"),
     "InputRowsSubscriber()": (
-        *(
-            "input_batch_age",
-            "input_batch_repeats",
-            "input_labels_repeats",
-            "input_rows_contradicted",
-            "input_rows_known",
-        ),
-        *("input_rows_mean", "input_rows_deviation"),
+        *("input_batch_age", "input_batch_repeats", "input_labels_repeats"),
+        *("input_rows_contradicted", "input_rows_known", "input_rows_mean", "input_rows_deviation"),
     ),
     "LossChangeBoundSubscriber()": ("loss_change_bound",),
     "GlobalNormSubscriber()": (GRADIENTS,),

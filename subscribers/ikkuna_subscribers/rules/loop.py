@@ -271,9 +271,9 @@ class WeightsRestoredRule(Rule, mistake=WEIGHTS_RESTORED):
     Threshold: the norms of all weight matrices are equal to the last bit to those of an earlier sample, and one was another by 1e-6 of it
     in the sample before; two times.  A rate that is far too low moves weights by their last bit, and back.
     It is an info if the learning rate is another one than at the earlier sample and the loss has fallen: the best weights may be loaded
-    on purpose when the rate is lowered.  So it is if the weights have returned to others since: an outer loop, such as that of
-    meta-learning, moves them; and if the first weights have an optimizer that counts its steps anew, as in each round of a
-    cross-validation.
+    on purpose when the rate is lowered.  It is also one if the weights return to several others in turn, which an
+    outer loop moves, as in meta-learning; and if the first weights return with an optimizer that counts its steps anew, as in each round
+    of a cross-validation.
     Cannot see: a single return, which may be intended, as after a spike of the loss; weights that are trained before the next sample;
     those that are put back before each step, which `ikkuna.observation.hooks.first_steps.FirstSteps` finds.
     """
@@ -300,7 +300,7 @@ class WeightsRestoredRule(Rule, mistake=WEIGHTS_RESTORED):
         memory |= {"last": norms, "now": now}
         step, rates_before, counts_before, previous_before = before or (0, rates, [], None)
         have_moved = any(abs(last.get(name, n) - n) > self.distance * n for name, n in norms.items())
-        if before is not None and have_moved:
+        if have_returned := before is not None and have_moved:
             memory["returns"] = memory.get("returns", 0) + 1
             if previous != previous_before:  # otherwise steps from the weights that were restored are made again
                 memory.setdefault("goals", set()).add(now)
@@ -311,7 +311,7 @@ class WeightsRestoredRule(Rule, mistake=WEIGHTS_RESTORED):
         is_restart = is_first and bool(counts) and counted in ([], [count for _, count in counts_before])
         is_intended = rates != rates_before and history.loss_falls is not False
         is_info = is_intended or is_restart or len(memory.get("goals", ())) > 1
-        is_bad = memory.get("returns", 0) >= 2 and before is not None and have_moved
+        is_bad = have_returned and memory["returns"] >= 2
         yield Score(float(is_bad), float(step), at_most="info" if is_info else "error")
 
 
