@@ -7,18 +7,19 @@ constexpr int LANES = 16, RUN = 4096;
 
 template <class T> using Integer = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
 
-template <class T>
+// N lanes: all of them, or those of one vector.
+template <class T, int N = LANES>
 struct Pack {
-    static constexpr int SIZE = WIDTH / sizeof(T), PARTS = LANES / SIZE;
+    static constexpr int SIZE = WIDTH / sizeof(T), PARTS = N / SIZE;
     typedef T Vector __attribute__((vector_size(WIDTH)));
     typedef T Stored __attribute__((vector_size(WIDTH), aligned(alignof(T)), may_alias));
     typedef Integer<T> Bits __attribute__((vector_size(WIDTH)));
     Vector part[PARTS];
 };
 
-#define EACH for (int k = 0; k < Pack<T>::PARTS; k++)
+#define EACH for (int k = 0; k < Pack<T, N>::PARTS; k++)
 #define OPERATOR(OP)                                                                                                  \
-    template <class T> INLINE Pack<T> operator OP(Pack<T> a, const Pack<T> &b) {                                      \
+    template <class T, int N> INLINE Pack<T, N> operator OP(Pack<T, N> a, const Pack<T, N> &b) {                      \
         EACH a.part[k] = a.part[k] OP b.part[k];                                                                      \
         return a;                                                                                                     \
     }
@@ -26,48 +27,49 @@ OPERATOR(+)
 OPERATOR(-)
 OPERATOR(*)
 
-template <class T> INLINE Pack<T> splat(T value) {
-    Pack<T> all;
+template <int N, class T> INLINE Pack<T, N> splat(T value) {
+    Pack<T, N> all;
     EACH all.part[k] = value - typename Pack<T>::Vector{};
     return all;
 }
 
-template <class T> INLINE Pack<T> load(const T *x) {
-    Pack<T> v;
+template <int N, class T> INLINE Pack<T, N> load(const T *x) {
+    Pack<T, N> v;
     EACH v.part[k] = *reinterpret_cast<const typename Pack<T>::Stored *>(x + k * Pack<T>::SIZE);
     return v;
 }
 
-template <class T> INLINE Pack<T> lower(Pack<T> a, const Pack<T> &b) {
+template <class T, int N> INLINE Pack<T, N> lower(Pack<T, N> a, const Pack<T, N> &b) {
     EACH a.part[k] = b.part[k] < a.part[k] ? b.part[k] : a.part[k];
     return a;
 }
-template <class T> INLINE Pack<T> higher(Pack<T> a, const Pack<T> &b) {
+template <class T, int N> INLINE Pack<T, N> higher(Pack<T, N> a, const Pack<T, N> &b) {
     EACH a.part[k] = b.part[k] > a.part[k] ? b.part[k] : a.part[k];
     return a;
 }
 
-template <class T> INLINE Pack<T> magnitude(Pack<T> a) {
+// The bits of magnitudes: those of numbers without the sign.
+template <class T> INLINE typename Pack<T>::Bits unsigned_bits(const typename Pack<T>::Vector &a) {
     using Bits = typename Pack<T>::Bits;
-    const Bits sign = Bits{} + std::numeric_limits<Integer<T>>::min();
-    EACH a.part[k] = reinterpret_cast<typename Pack<T>::Vector>(reinterpret_cast<Bits>(a.part[k]) & ~sign);
+    return reinterpret_cast<Bits>(a) & ~(Bits{} + std::numeric_limits<Integer<T>>::min());
+}
+template <class T, int N> INLINE Pack<T, N> magnitude(Pack<T, N> a) {
+    EACH a.part[k] = reinterpret_cast<typename Pack<T>::Vector>(unsigned_bits<T>(a.part[k]));
     return a;
 }
 
-template <class T> struct Zeros { typename Pack<T>::Bits part[Pack<T>::PARTS]; };
-template <class T> INLINE void count_zeros(Zeros<T> &zeros, const Pack<T> &a) {
-    EACH zeros.part[k] = a.part[k] == typename Pack<T>::Vector{} ? zeros.part[k] + 1 : zeros.part[k];
+// Add lanes to sums in double, from one of them on.
+template <int N> INLINE void add_wide(Pack<double> &sums, const Pack<double, N> &a, int lane) {
+    for (int k = 0; k < Pack<double, N>::PARTS; k++) sums.part[lane / Pack<double>::SIZE + k] += a.part[k];
 }
-
-// Add lanes to sums in double.
-INLINE void add_wide(Pack<double> &sums, const Pack<double> &a) { sums = sums + a; }
-INLINE void add_wide(Pack<double> &sums, const Pack<float> &a) {
+template <int N> INLINE void add_wide(Pack<double> &sums, const Pack<float, N> &a, int lane) {
     typedef float Half __attribute__((vector_size(WIDTH / 2)));
-    for (int k = 0; k < Pack<float>::PARTS; k++) {
+    for (int k = 0; k < Pack<float, N>::PARTS; k++) {
         Half half[2];
         std::memcpy(half, &a.part[k], WIDTH);
-        sums.part[2 * k] += WIDEN(half[0]);
-        sums.part[2 * k + 1] += WIDEN(half[1]);
+        const int first = lane / Pack<double>::SIZE + 2 * k;
+        sums.part[first] += WIDEN(half[0]);
+        sums.part[first + 1] += WIDEN(half[1]);
     }
 }
 
@@ -78,16 +80,7 @@ INLINE double total(const Pack<double> &pack) {
         for (int j = 0; j < width; j++) lanes[j] += lanes[j + width];
     return lanes[0];
 }
-template <class T> INLINE int64_t total(const Zeros<T> &zeros) {
-    int64_t all = 0;
-    Integer<T> lanes[LANES];
-    std::memcpy(lanes, &zeros, sizeof lanes);
-    for (Integer<T> lane : lanes) all += lane;
-    return all;
-}
-template <class T> INLINE T lowest(const Pack<T> &pack, T sign) {
-    T lanes[LANES];
-    std::memcpy(lanes, &pack, sizeof lanes);
+template <class T> INLINE T lowest(T *lanes, T sign) {
     for (int width = LANES / 2; width; width /= 2)
         for (int j = 0; j < width; j++) lanes[j] = sign * lanes[j + width] < sign * lanes[j] ? lanes[j + width] : lanes[j];
     return lanes[0];
@@ -98,7 +91,7 @@ template <class T> INLINE T lowest(const Pack<T> &pack, T sign) {
 template <class T> struct Plain {
     using Number = T;
     const T *x;
-    INLINE Pack<T> at(int64_t i) const { return load(x + i); }
+    template <int N> INLINE Pack<T, N> at(int64_t i) const { return load<N>(x + i); }
     INLINE T one(int64_t i) const { return x[i]; }
     INLINE void prefetch(int64_t i) const {
         for (size_t j = 0; j < LANES; j += 64 / sizeof(T)) __builtin_prefetch(x + i + j + 8192 / sizeof(T));
@@ -115,7 +108,7 @@ struct Bfloat16 {
 template <class S> struct Difference {
     using Number = typename S::Number;
     S x, y;
-    INLINE Pack<Number> at(int64_t i) const { return x.at(i) - y.at(i); }
+    template <int N> INLINE Pack<Number, N> at(int64_t i) const { return x.template at<N>(i) - y.template at<N>(i); }
     INLINE Number one(int64_t i) const { return x.one(i) - y.one(i); }
     INLINE void prefetch(int64_t i) const { x.prefetch(i), y.prefetch(i); }
 };
@@ -123,43 +116,57 @@ template <class S> struct Difference {
 // ---- statistics of a run -----------------------------------------------------------------------------------------------
 
 // The sums of the numbers, their magnitudes, and of the powers of their deviations.
-template <class T> struct Powers { Pack<T> squares, l1, s1, s2, s3, s4; };
+template <class T, int N> struct Powers { Pack<T, N> squares, l1, s1, s2, s3, s4; };
 
-template <class T, int WANTED> struct Sums : Powers<T> {
+template <class T, int WANTED, int N = LANES> struct Sums : Powers<T, N> {
     INLINE void clear() {  // a constructor would not be compiled for the processor
-        this->squares = splat(T(0));
+        this->squares = splat<N>(T(0));
         if constexpr (WANTED != 0) this->l1 = this->s1 = this->s2 = this->squares;
         if constexpr ((WANTED & HIGHER) != 0) this->s3 = this->s4 = this->squares;
     }
 
-    INLINE void add(const Pack<T> &v, const Pack<T> &d) {
+    INLINE void add(const Pack<T, N> &v, const Pack<T, N> &d) {
         this->squares = this->squares + v * v;
         if constexpr (WANTED != 0) {
-            const Pack<T> dd = d * d;
+            const Pack<T, N> dd = d * d;
             this->l1 = this->l1 + magnitude(v), this->s1 = this->s1 + d, this->s2 = this->s2 + dd;
             if constexpr ((WANTED & HIGHER) != 0) this->s3 = this->s3 + dd * d, this->s4 = this->s4 + dd * dd;
         }
     }
 
-    // Add these sums to others in double, and begin again.
-    INLINE void move_to(Powers<double> &all) {
-        add_wide(all.squares, this->squares);
-        if constexpr (WANTED != 0) add_wide(all.l1, this->l1), add_wide(all.s1, this->s1), add_wide(all.s2, this->s2);
-        if constexpr ((WANTED & HIGHER) != 0) add_wide(all.s3, this->s3), add_wide(all.s4, this->s4);
-        clear();
+    // Add these sums to others in double, from a lane on.
+    INLINE void add_to(Powers<double, LANES> &all, int lane) const {
+        add_wide(all.squares, this->squares, lane);
+        if constexpr (WANTED != 0)
+            add_wide(all.l1, this->l1, lane), add_wide(all.s1, this->s1, lane), add_wide(all.s2, this->s2, lane);
+        if constexpr ((WANTED & HIGHER) != 0) add_wide(all.s3, this->s3, lane), add_wide(all.s4, this->s4, lane);
     }
 };
 
-// Load fewer than 16 numbers; the other lanes change no sum and no extreme, and are zeros.
-template <class S, class T>
-__attribute__((noinline)) void load_rest(const S &x, int64_t first, int n, T shift, Pack<T> &v, Pack<T> &d, Pack<T> &extreme) {
-    T lanes[3][LANES];
-    for (int j = 0; j < LANES; j++) {
-        lanes[0][j] = j < n ? x.one(first + j) : 0;
-        lanes[1][j] = j < n ? lanes[0][j] - shift : 0;
-        lanes[2][j] = lanes[0][j < n ? j : 0];
+template <class T, int N> struct Extremes {
+    Pack<T, N> low, high;
+    typename Pack<T>::Bits zeros[Pack<T, N>::PARTS];
+
+    INLINE void clear() {
+        low = splat<N>(std::numeric_limits<T>::infinity()), high = splat<N>(-std::numeric_limits<T>::infinity());
+        for (auto &part : zeros) part = typename Pack<T>::Bits{};
     }
-    v = load(lanes[0]), d = load(lanes[1]), extreme = load(lanes[2]);
+
+    INLINE void add(const Pack<T, N> &v, const Pack<T, N> &extreme) {
+        low = lower(low, extreme), high = higher(high, extreme);
+        EACH zeros[k] -= unsigned_bits<T>(v.part[k]) == typename Pack<T>::Bits{};  // a comparison gives -1
+    }
+};
+
+// Fewer than 16 numbers; the other lanes change no sum and no extreme, and are zeros.
+template <class T> struct Rest { T v[LANES], d[LANES], extreme[LANES]; };
+template <class S, class T>
+__attribute__((noinline)) void load_rest(const S &x, int64_t first, int n, T shift, Rest<T> &rest) {
+    for (int j = 0; j < LANES; j++) {
+        rest.v[j] = j < n ? x.one(first + j) : 0;
+        rest.d[j] = j < n ? rest.v[j] - shift : 0;
+        rest.extreme[j] = rest.v[j < n ? j : 0];
+    }
 }
 
 // Read n numbers, at most RUN of them, once.  Deviations are from `shift`.  Return whether the sums of T are good enough.
@@ -168,41 +175,60 @@ __attribute__((noinline)) bool read_run(const S &x, int64_t first, int n, double
     using T = typename S::Number;
     constexpr int CHAINS = WANTED ? 1 : 2;  // independent sums: an addition waits for the one before it
     constexpr int BLOCK = 64 * CHAINS * LANES;
+    constexpr int N = WANTED ? Pack<T>::SIZE : LANES;  // lanes of which all sums and extremes fit into the registers
     const T shift = static_cast<T>(center);
-    const Pack<T> shifts = splat(shift);
-    Pack<T> low = splat(std::numeric_limits<T>::infinity()), high = splat(-std::numeric_limits<T>::infinity());
-    Zeros<T> zeros;
-    for (auto &part : zeros.part) part = typename Pack<T>::Bits{};
-    Sums<T, WANTED> sums[CHAINS];
+    const Pack<T, N> shifts = splat<N>(shift);
+    Extremes<T, N> found[LANES / N];
+    for (auto &some : found) some.clear();
     Sums<double, WANTED> all;
-    for (auto &chain : sums) chain.clear();
     all.clear();
-    int i = 0;
-    while (i < n) {
-        const int end = n - i < BLOCK ? n : i + BLOCK;
-        for (; i + CHAINS * LANES <= end; i += CHAINS * LANES)
-            for (int c = 0; c < CHAINS; c++) {
-                if constexpr (WANTED != 0) x.prefetch(first + i + c * LANES);  // the processor does it for few instructions
-                const Pack<T> v = x.at(first + i + c * LANES);
-                sums[c].add(v, v - shifts);
-                if constexpr (WANTED != 0) low = lower(low, v), high = higher(high, v), count_zeros(zeros, v);
+    const int whole = n - n % LANES;
+    Rest<T> rest;
+    if (whole < n) load_rest(x, first + whole, n - whole, shift, rest);
+    for (int begin = 0; begin < n; begin += BLOCK) {
+        const int end = whole - begin < BLOCK ? whole : begin + BLOCK;
+        for (int lane = 0; lane < LANES; lane += N) {
+            Sums<T, WANTED, N> sums[CHAINS];
+            for (auto &chain : sums) chain.clear();
+            Extremes<T, N> extremes = found[lane / N];
+            int i = begin;
+            for (; i + CHAINS * LANES <= end; i += CHAINS * LANES)
+                for (int c = 0; c < CHAINS; c++) {
+                    const int64_t at = first + i + c * LANES;
+                    if (WANTED && lane == 0) x.prefetch(at);  // the processor does it for few instructions
+                    const Pack<T, N> v = x.template at<N>(at + lane);
+                    sums[c].add(v, v - shifts);
+                    if constexpr (WANTED != 0) extremes.add(v, v);
+                }
+            if (i < end) {  // half of the chains
+                const Pack<T, N> v = x.template at<N>(first + i + lane);
+                sums[0].add(v, v - shifts);
+                i += LANES;
             }
-        for (; i < end; i += LANES) {
-            Pack<T> v, d, extreme;
-            if (i + LANES <= n) v = extreme = x.at(first + i), d = v - shifts;
-            else load_rest(x, first + i, n - i, shift, v, d, extreme);
-            sums[0].add(v, d);
-            if constexpr (WANTED != 0) low = lower(low, extreme), high = higher(high, extreme), count_zeros(zeros, v);
+            if (i == whole && whole < n && i < begin + BLOCK) {
+                const Pack<T, N> v = load<N>(rest.v + lane);
+                sums[0].add(v, load<N>(rest.d + lane));
+                if constexpr (WANTED != 0) extremes.add(v, load<N>(rest.extreme + lane));
+            }
+            for (auto &chain : sums) chain.add_to(all, lane);
+            found[lane / N] = extremes;
         }
-        for (auto &chain : sums) chain.move_to(all);
     }
     row.n = n, row.sumsq = total(all.squares);
     double s2 = 0;
     if constexpr (WANTED != 0) {
-        row.min = row.finite_min = lowest(low, T(1));
-        row.max = row.finite_max = lowest(high, T(-1));
-        s2 = total(all.s2);
-        row.l1 = total(all.l1), row.zeros = total(zeros) - (i - n);
+        T lows[LANES], highs[LANES];
+        Integer<T> zeros[LANES];
+        for (int lane = 0; lane < LANES; lane += N) {
+            const Extremes<T, N> &some = found[lane / N];
+            std::memcpy(lows + lane, &some.low, sizeof some.low), std::memcpy(highs + lane, &some.high, sizeof some.high);
+            std::memcpy(zeros + lane, &some.zeros, sizeof some.zeros);
+        }
+        row.min = row.finite_min = lowest(lows, T(1));
+        row.max = row.finite_max = lowest(highs, T(-1));
+        row.zeros = whole < n ? n - whole - LANES : 0;  // the rest is filled with zeros
+        for (const Integer<T> count : zeros) row.zeros += count;
+        s2 = total(all.s2), row.l1 = total(all.l1);
         const double e = total(all.s1) / n, ee = e * e, m2 = s2 - n * ee;
         row.mean = shift + e;
         row.m2 = m2 < 0 ? 0 : m2;
@@ -256,7 +282,7 @@ INLINE void copy_bytes(char *y, const char *x, int64_t n, bool is_large) {
     if (is_large && reinterpret_cast<uintptr_t>(y) % WIDTH == 0)
         for (; i + 64 <= n; i += 64) {
             __builtin_prefetch(x + i + 4096);
-            const Line line = load(reinterpret_cast<const float *>(x + i));
+            const Line line = load<Line::SIZE * Line::PARTS>(reinterpret_cast<const float *>(x + i));
             for (int k = 0; k < Line::PARTS; k++) STREAM(reinterpret_cast<float *>(y + i) + k * Line::SIZE, line.part[k]);
         }
 #endif
