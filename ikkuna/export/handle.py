@@ -2,6 +2,7 @@
 
 import html
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -323,6 +324,9 @@ def _write_end(name: str, rules: RuleSubscriber | None, attachment: Attachment) 
         return
     loss = None if rules is None else rules.judge.history.curve("loss")
     course = "" if loss is None or not loss.count else f", loss {loss.first[0]:.4g} → {loss.last:.4g}"
+    last = attachment.session.context.tracker.counters.next.global_step - 1
+    if course and loss is not None and loss.step != last:  # rules may read every second loss
+        course += f" at step {loss.step}"
     place = "" if directory is None else f", in '{shortest_path(directory)}'"
     announce(f"{name}: {_plural(health.steps, 'step')}{course}{place}")
     findings = Findings() if rules is None else rules.findings
@@ -332,7 +336,7 @@ def _write_end(name: str, rules: RuleSubscriber | None, attachment: Attachment) 
     judged = "no rules" if rules is None else f"{judged}; ikkuna.preflight() checks masks, axes and leaks too"
     mark = _plural(len(findings), "finding") if findings else "no findings"
     announce(f": {named}" if findings else f"; {judged}", mark=mark, styles=STYLES[worst] if findings else ())
-    more = "" if directory is None else f"; 'ikkuna report {shortest_path(directory)}' shows more"
+    more = "" if directory is None else f"; ikkuna report {shlex.quote(shortest_path(directory))} shows more"
     announce(f"watching took {_time_of_step(attachment)}{more}")
 
 

@@ -33,7 +33,7 @@ def count_correct(
     k : int
         At least 1. If it exceeds the number of classes, every valid label is correct.
     ignore_index : int
-        The label of items that are left out.
+        The label of items that are left out, beside -100, which stands for the labels that a loss leaves out.
     class_axis : int, optional
         By default derived from the shapes; if both layouts fit, that of ``CrossEntropyLoss``.
 
@@ -66,11 +66,11 @@ def count_correct(
     if labels.is_floating_point():
         shares = labels.movedim(axis, -1)
         are_shares = (shares.amin() >= 0) & ((shares.float().sum(-1) - 1).abs() < 1e-2).all() & (shares.shape[-1] > 1)
-        labels = torch.where(are_shares, shares.argmax(-1), ignore_index)
+        labels = torch.where(are_shares, shares.argmax(-1), IGNORED)
     labels = labels.to(logits.device, torch.int64)
     largest, first = logits.max(-1)  # the first of equal ones; NaN in a row with a NaN
     fits = largest < math.inf
-    valid = labels != ignore_index
+    valid = (labels != IGNORED) if ignore_index == IGNORED else (labels != IGNORED) & (labels != ignore_index)
     is_near = first == labels if k == 1 else _are_among(logits, labels, k)
     return torch.stack((valid & is_near & fits, valid, valid > fits)).reshape(3, -1).sum(1)
 

@@ -3,7 +3,7 @@
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -175,11 +175,10 @@ def _buffers(model: nn.Module) -> _Restore:
     def restore() -> None:
         for module, name, buffer, value in before:
             module._buffers[name] = buffer
-            if not buffer.is_cpu and type(buffer) is Tensor and not buffer.is_inference():
-                with kept_version(buffer):
-                    _write(buffer, value)  # without a comparison, which would wait for the device
-            elif not _equal(buffer, value):  # an unneeded copy would break a backward pass that saved the buffer
-                _write(buffer, value)
+            is_plain = type(buffer) is Tensor and not buffer.is_inference()
+            if (is_plain and not buffer.is_cpu) or not _equal(buffer, value):  # a comparison would wait for the device
+                with kept_version(buffer) if is_plain else nullcontext():  # a backward may come that has saved the buffer
+                    _write(buffer, value)
 
     return lambda: switched([gradients(False)], restore)
 

@@ -1,5 +1,6 @@
 """The inspection half leaves everything as it was, also after an exception."""
 
+import copy
 import random
 
 import numpy as np
@@ -160,6 +161,15 @@ def test_a_pending_backward_survives_where_buffers_did_not_change():
     with undisturbed(model):
         model(torch.randn(3, 2))
     out.backward()
+
+
+def test_a_pending_backward_survives_running_statistics_that_were_restored():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    out, before = model(torch.randn(3, 2)).sum(), copy.deepcopy(model.state_dict())
+    with undisturbed(model, train=True):
+        model(torch.randn(3, 2))
+    out.backward()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.fault(224)

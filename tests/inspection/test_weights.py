@@ -218,9 +218,10 @@ def test_penalties():
     )
     assert weight_penalties(layer, penalties={"weight": (0, 0.1)})["weight"].loss == pytest.approx(2.5)
     assert weight_penalties(layer, penalties={"weight": (0.1, 0)})["weight"].loss == pytest.approx(0.7)
-    found = weight_penalties(layer, torch.optim.AdamW(parameters, weight_decay=0.1))["weight"]
-    assert found.kind == "decoupled"
-    assert math.isnan(found.loss)
+    for optimizer in (torch.optim.AdamW, torch.optim.Adafactor, torch.optim.Muon):
+        found = weight_penalties(layer, optimizer(parameters, weight_decay=0.1))["weight"]
+        assert found.kind == "decoupled"
+        assert math.isnan(found.loss)
     assert weight_penalties(layer, torch.optim.SGD(parameters, 1.0)) == {}
     with pytest.raises(ConfigError, match="optimizer"):
         weight_penalties(layer)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from ikkuna.numerics.prediction import count_correct
 
@@ -80,6 +81,16 @@ def test_a_network_of_nan_is_never_right():
     logits, labels = torch.full((10, 3), math.nan), torch.zeros(10, dtype=torch.int64)
     assert (logits.argmax(1) == labels).all()
     assert count_correct(logits, labels).tolist() == [0, 10, 10]
+
+
+@pytest.mark.parametrize("ignored", [-100, -1, 0, 2])
+def test_labels_that_the_loss_or_the_caller_ignores_are_left_out(ignored):
+    """Subscribers receive -100 for what the loss ignores, also if they name the ignored label themselves."""
+    labels = torch.tensor([1, 1, 2, 0, 1])
+    logits, given = nn.functional.one_hot(labels, 3).float(), torch.where(labels == ignored, -100, labels)
+    valid = int((labels != ignored).sum())
+    assert count_correct(logits, given, ignore_index=ignored).tolist() == [valid, valid, 0]
+    assert count_correct(logits, labels, ignore_index=ignored).tolist() == [valid, valid, 0]
 
 
 def test_more_than_all_classes_and_ties():

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
 from ikkuna.cli.commands.demo import train_sample
-train_sample("run", 60, {options})
+train_sample("my run", 60, {options})
 {more}
 """
 
@@ -42,9 +42,10 @@ def test_every_line_has_the_prefix(printed):
 
 def test_the_last_three_lines_are_steps_findings_and_costs(printed):
     steps, findings, costs = printed[-3:]
-    assert re.fullmatch(r"ikkuna: Sequential: 60 steps, loss 1\.\d+ → 1\.\d+, in 'run/run0001'", steps)
+    pattern = r"ikkuna: Sequential: 60 steps, loss 1\.\d+ → 1\.\d+ at step 58, in 'my run/run0001'"
+    assert re.fullmatch(pattern, steps)  # rules read every second loss
     assert re.fullmatch(r"ikkuna: 1 finding: error dead_units in relu3 \(step \d+\)", findings)
-    pattern = r"ikkuna: watching took [\d.]+ ms a step; 'ikkuna report run/run0001' shows more"
+    pattern = r"ikkuna: watching took [\d.]+ ms a step; ikkuna report 'my run/run0001' shows more"
     assert re.fullmatch(pattern, costs)
 
 
@@ -62,7 +63,7 @@ def test_no_finding_is_printed_in_full_twice(printed):
 def test_a_line_about_a_dump_says_why_it_was_written(printed):
     [line] = [line for line in printed if "dumps" in line]
     path = re.search(r"'(.*)'; the reason: \S+", line)[1]
-    assert re.search(r"/run/run0001/dumps/step_\d{6}$", path)
+    assert re.search(r"/my run/run0001/dumps/step_\d{6}$", path)
 
 
 def test_findings_are_coloured_where_a_terminal_shows_it(tmp_path, printed):

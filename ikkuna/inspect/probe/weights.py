@@ -186,7 +186,7 @@ def weight_penalties(
     r"""Return the loss term of weight decay, or of given penalties, for each parameter that has one.
 
     The ``weight_decay`` :math:`\lambda` of an optimizer adds :math:`\lambda w` to the gradient, like a loss term
-    :math:`(\lambda/2) \sum w^2`.  The weight decay of AdamW is decoupled from the loss.
+    :math:`(\lambda/2) \sum w^2`.  The weight decay of AdamW, Adafactor, Muon and Lion is decoupled from the loss.
 
     Parameters
     ----------
@@ -227,10 +227,15 @@ def _penalty(w: Tensor, l1: float, l2: float, decoupled: bool) -> Penalty:
     return Penalty(l1, l2, "decoupled" if decoupled else "loss", float("nan") if decoupled else loss)
 
 
+_DECOUPLED = ("AdamW", "Adafactor", "Muon", "Lion")
+"""Parts of the names of optimizers, of torch and others, whose weight decay is decoupled and has no flag for that."""
+
+
 def _decays(optimizer: torch.optim.Optimizer) -> dict[int, tuple[float, bool]]:
     decays = {}
     for group in optimizer.param_groups:
-        decoupled = group.get("decoupled_weight_decay", False) or "AdamW" in type(optimizer).__name__
+        named = any(name in type(optimizer).__name__ for name in _DECOUPLED)
+        decoupled = group.get("decoupled_weight_decay", False) or named
         for parameter in group["params"]:
             decays[id(parameter)] = (float(group.get("weight_decay", 0.0)), bool(decoupled))
     return decays
