@@ -548,8 +548,8 @@ LOSS_SCALE = Mistake(
     meaning="The gradients are {figure:.0f} times those of the mean loss.",
     advice='use reduction="mean", or divide the loss by the number of labels',
     explains=names(
-        "lr_too_high diverges nonfinite no_learning dead_units ignores_input lr_too_low loss_spike loss_at_init class_collapse "
-        "update_ratio plateau zero_gradient"
+        "lr_too_high diverges nonfinite no_learning dead_units ignores_input lr_too_low loss_at_init class_collapse update_ratio "
+        "plateau zero_gradient"
     ),
 )
 DIVIDED_TWICE = Mistake(

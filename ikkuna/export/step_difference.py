@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ikkuna.flight_recorder.operations import (
     fingerprint,
     first_difference,
 )
-from ikkuna.printable import printable
+from ikkuna.printable import listed, printable
 from ikkuna.support.failures import raise_users_exception
 
 _CONTENT = (("the state", "state.pt"), ("the batches", "batches.pt"))
@@ -44,17 +44,20 @@ class StepDifference:
     size : tuple of float, optional
         The largest absolute difference between the outputs of this operation in the two programs, and the largest absolute
         value; None if the outputs have different shapes.
+    rates : tuple of list
+        The learning rates that each program gives its parameter groups.
     """
 
     step: int
     unequal: tuple[str, ...]
     difference: OperationDifference
     size: tuple[float, float] | None = None
+    rates: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
 
     @property
     def is_equal(self) -> bool:
         """Whether the programs and the dumps agree."""
-        return not self.unequal and self.difference.operations == (None, None)
+        return not self.unequal and self.difference.operations == (None, None) and self.rates[0] == self.rates[1]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content for JSON."""
@@ -66,6 +69,11 @@ class StepDifference:
     def __str__(self) -> str:
         lines = [f"step {self.step}"]
         lines += [f"  {what} before the step differ between the dumps" for what in self.unequal]
+        if self.rates[0] != self.rates[1]:
+            one, other = (listed([f"{rate:.4g}" for rate in rates]) for rates in self.rates)
+            lines.append(
+                f"  the learning rates of the programs differ, {one} and {other}; both run with those of the dump, if it has them"
+            )
         lines += [f"  {line}" for line in str(self.difference).splitlines()]
         if self.size is not None:
             lines.append(f"  its outputs differ by up to {self.size[0]:.3g}, among values up to {self.size[1]:.3g}")
@@ -93,12 +101,13 @@ def record_operations(
     """
     given = {name: value for name, value in arguments.items() if name != "rules"}
     run, steps = prepare(dump, **{"names": {}, **given})
+    rates = [float(group["lr"]) for optimizer in run.optimizers for group in optimizer.param_groups if "lr" in group]
     for batch in steps[:-1]:
         run.run(batch)
     recorder = OperationRecorder(given["model"], keep)
     with recorder.record() as found:
         run.run(steps[-1])
-    return found, recorder.kept
+    return replace(found, rates=rates), recorder.kept
 
 
 def compare_codes(dumps: tuple[Path, Path | None], scripts: tuple[str, str]) -> StepDifference:
@@ -122,13 +131,14 @@ def compare_codes(dumps: tuple[Path, Path | None], scripts: tuple[str, str]) -> 
         paths = [Path(folder) / name for name in ("first.json", "second.json")]
         for script, path in zip(scripts, paths, strict=True):
             _record(dumps[0], script, path)
-        found = first_difference(*map(Recording.read, paths))
+        first_recording, second_recording = map(Recording.read, paths)
+        found = first_difference(first_recording, second_recording)
         size = None
         if None not in found.numbers:
             for script, path, number in zip(scripts, paths, found.numbers, strict=True):
                 _record(dumps[0], script, path, "--keep", str(number))
             size = _size(*(torch.load(path.with_suffix(".pt"), weights_only=True) for path in paths))
-    return StepDifference(first.step, unequal, found, size)
+    return StepDifference(first.step, unequal, found, size, (first_recording.rates, second_recording.rates))
 
 
 def _record(dump: Path, script: str, path: Path, *options: str) -> None:

@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -69,11 +69,14 @@ class Recording:
         The operations, in their order.
     before, after : dict
         Fingerprint of each parameter and buffer before the step; of each parameter, buffer and gradient after it.
+    rates : list of float
+        The learning rates that the program gives its parameter groups.  The step runs with those of the dump, if it has them.
     """
 
     operations: list[Operation]
     before: dict[str, str]
     after: dict[str, str]
+    rates: list[float] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
         """Write the recording as JSON."""
@@ -84,7 +87,7 @@ class Recording:
         """Read a recording that `write` has written."""
         found = json.loads(path.read_text())
         rows = [Operation._make([*row[:6], tuple(row[6]), tuple(row[7])]) for row in found["operations"]]
-        return cls(rows, found["before"], found["after"])
+        return cls(rows, found["before"], found["after"], found["rates"])
 
 
 def fingerprint(value: object) -> str | None:

@@ -38,8 +38,8 @@ from ikkuna.printable import listed
 from ikkuna.store.finding import SEVERITIES, Finding
 from ikkuna.support.failures import error_text, log, suppressed
 
-OF_NUMBERS, OF_RULE, NOT_FINITE, AT_END = range(4)
-"""The importance of a dump: because of a loss, a finding, the first NaN or Inf, or the end of the process."""
+OF_RULE, OF_JUMP, NOT_FINITE, AT_END = range(4)
+"""The importance of a dump: because of a finding, a jump of the loss, the first NaN or Inf, or the end of the process."""
 
 _NANS, _INFS = COLUMN["nans"], COLUMN["infs"]  # these columns are neighbours
 _NONE = np.zeros(0, np.int64)
@@ -92,7 +92,7 @@ class CoolDown:
     """Decides whether an automatic dump is written, so that a run that is broken does not write dumps for ever.
 
     A dump that could not be written does not count.  One more dump than `limit` is kept for the end of the process.
-    A dump because of a loss or of a finding never delays the one because of NaN or Inf, which end most trainings.
+    A dump because of a finding never delays the one of a jump of the loss, and neither delays that of NaN or Inf, which end most trainings.
 
     Parameters
     ----------
@@ -108,6 +108,8 @@ class CoolDown:
     >>> written(CoolDown(steps=100, limit=2), (10, 0), (50, 0), (150, 0), (300, 0), (301, AT_END), (500, AT_END))
     [10, 150, 301]
     >>> written(CoolDown(steps=100, limit=2), (10, 0), (11, 1), (12, 1))
+    [10, 11]
+    >>> written(CoolDown(steps=100, limit=3), (10, OF_RULE), (11, OF_JUMP), (12, OF_RULE))
     [10, 11]
     >>> written(CoolDown(steps=100, limit=3), (10, OF_RULE), (11, NOT_FINITE), (12, OF_RULE), (13, NOT_FINITE), (111, NOT_FINITE))
     [10, 11, 111]
@@ -323,7 +325,7 @@ class FlightRecorder(StepObserver):
         self._nonfinite, self._spike, self._has_spiked = NonFiniteTrigger(), SpikeScore(), False
         self._cool_down = CoolDown(options.cool_down, options.max_dumps)
         self._reasons: list[str] = []
-        self._importance = OF_NUMBERS
+        self._importance = OF_RULE
         self._findings: list[Finding] = []
         self._burst: Burst | None = None
         self._process = os.getpid()
@@ -388,7 +390,7 @@ class FlightRecorder(StepObserver):
     def _score(self, loss: float) -> None:
         was_spike, self._has_spiked = self._has_spiked, self._spike.add(loss) > LIMIT
         if self._has_spiked and not was_spike:
-            self._add_reason(f"the loss jumped to {loss:.6g}", OF_NUMBERS if math.isfinite(loss) else NOT_FINITE)
+            self._add_reason(f"the loss jumped to {loss:.6g}", OF_JUMP if math.isfinite(loss) else NOT_FINITE)
 
     def _add_reason(self, reason: str, importance: int) -> None:
         self._reasons.append(reason)
@@ -420,7 +422,7 @@ class FlightRecorder(StepObserver):
             return
         try:
             reasons, self._reasons = self._reasons, []
-            importance, self._importance = self._importance, OF_NUMBERS
+            importance, self._importance = self._importance, OF_RULE
             self._write_if_allowed(reasons, importance, has_burst=True)
             self._findings = []
         except Exception as error:

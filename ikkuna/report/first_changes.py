@@ -16,6 +16,7 @@ from ikkuna.store.quantity import Quantity, built_in_sources, step_order
 from ikkuna.store.values import ModuleOrder
 
 _BEFORE = 80  # values of a series before the step that are read
+_SPIKE = "loss_spike"  # the rule that reads losses between samples as well
 _RECENT = 1  # samples between the end of a change and the step
 
 _CAUSES = (  # by the tensors that a kind is computed from
@@ -113,7 +114,7 @@ def first_changes(run: StoredRun, step: int | None = None, findings: Findings | 
     step : int, optional
         The step; by default the first one at which the loss is a spike.
     findings : Findings, optional
-        The findings of the run, to which changes are assigned.
+        The findings of the run, to which changes are assigned; they also know of spikes between the stored losses.
 
     Raises
     ------
@@ -121,8 +122,9 @@ def first_changes(run: StoredRun, step: int | None = None, findings: Findings | 
         If the run has no such step.
     """
     if step is None:
-        step = _first_jump(run.series("loss")) if None in run.names("loss") else None
-        if step is None:
+        stored = _first_jump(run.series("loss")) if None in run.names("loss") else None
+        seen = next((finding.step for finding in findings or () if finding.rule == _SPIKE), None)
+        if (step := min((each for each in (stored, seen) if each is not None), default=None)) is None:
             return FirstChanges(None)
     if not 0 <= step <= run.last_step:
         raise ConfigError(f"'{run.path}' has the steps 0 to {run.last_step}, got --step {step}")

@@ -177,7 +177,9 @@ def _buffers(model: nn.Module) -> _Restore:
             module._buffers[name] = buffer
             is_plain = type(buffer) is Tensor and not buffer.is_inference()
             if (is_plain and not buffer.is_cpu) or not _equal(buffer, value):  # a comparison would wait for the device
-                with kept_version(buffer) if is_plain else nullcontext():  # a backward may come that has saved the buffer
+                with (
+                    kept_version(buffer) if is_plain else nullcontext()
+                ):  # a backward may come that has saved the buffer
                     _write(buffer, value)
 
     return lambda: switched([gradients(False)], restore)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ikkuna.diagnosis import Rule, Score, get_rules, mistakes
+from ikkuna.diagnosis import Finding, Rule, Score, get_rules, mistakes
 from ikkuna.diagnosis.findings import FindingList
 from ikkuna.diagnosis.judge import Judge
 from ikkuna.diagnosis.mistakes import EXPLAINS, Mistake
@@ -60,6 +60,12 @@ def test_checks_make_findings_of_declared_mistakes_only():
     arguments = [node for call in calls(CHECKS) for node in (*call.args, *call.keywords)]
     strings = {node.value for each in arguments for node in ast.walk(each) if isinstance(node, ast.Constant)}
     assert strings & set(DECLARED) == {"input_scale"}  # the name of the rule that judges the inputs
+
+
+def test_a_constant_factor_of_the_loss_does_not_explain_a_spike():
+    found = FindingList(EXPLAINS)
+    assert found.add(Finding("loss_scale", "warning", "The loss is a sum.", step=0))
+    assert found.add(Finding("loss_spike", "info", "The loss jumped.", step=113))
 
 
 def test_a_rule_of_a_declared_mistake_declares_nothing_of_it_again():

@@ -15,7 +15,7 @@ from ikkuna.diagnosis import RecorderOptions, read_dump
 from ikkuna.errors import DumpError
 from ikkuna.export import Exporter, step_difference
 from ikkuna.export.messages import MessageBus
-from ikkuna.export.step_difference import record_operations
+from ikkuna.export.step_difference import StepDifference, record_operations
 from ikkuna.flight_recorder.operations import fingerprint, first_difference
 
 WIDTH, ROWS, TIME, WORDS = 16, 8, 6, 11
@@ -161,6 +161,16 @@ def test_the_planted_operation_is_named(dump, original, option, value, operation
 def test_a_program_of_the_same_bits_has_no_difference(dump, original, option):
     found = first_difference(original, record_operations(dump, build(**({option: True} if option else {})))[0])
     assert found.operations == (None, None)
+
+
+def test_programs_with_other_learning_rates_differ(dump, original):
+    """The step itself runs with the rates of the dump, if it has them, and is the same then."""
+    made = build()
+    made["optimizer"].param_groups[0]["lr"] = 2e-2
+    other = record_operations(dump, made)[0]
+    found = StepDifference(1, (), first_difference(original, original), None, (original.rates, other.rates))
+    assert not found.is_equal
+    assert "the learning rates of the programs differ, 0.01 and 0.02; both run" in str(found)
 
 
 SCRIPT = """

@@ -68,6 +68,13 @@ def test_a_change_belongs_to_the_finding_of_its_kind_and_module(tmp_path):
     assert [c.finding for c in first_changes(run, None, findings).changes] == ["", "signal_scale", "loss_spike"]
 
 
+def test_a_spike_between_two_stored_losses_is_the_step_in_question(tmp_path):
+    run = read_run(write_run(tmp_path, {A: (60, 61)}))
+    findings = Findings([Finding("loss_spike", "info", "It jumped.", kind="loss", step=60)])
+    assert first_changes(run).step is None
+    assert [(found := first_changes(run, None, findings)).step, found.changes[0].kind] == [60, "activations_variance"]
+
+
 def test_a_number_of_all_tensors_of_a_step_names_no_cause(tmp_path):
     backend = TensorBoardBackend()
     backend.open(tmp_path)
@@ -91,7 +98,7 @@ def test_the_command_shows_the_table_the_cause_and_json(tmp_path, capsys):
     assert shown.keys() == {"run", "step", "changes", "cause", "remedy"}
     assert [entry["kind"] for entry in shown["changes"]] == ["input_data_variance", "activations_variance", "loss"]
     assert cli.main(["why", str(run), "--step", "30"]) == 0
-    assert capsys.readouterr().out == "No quantity left its band around step 30.\n"
+    assert capsys.readouterr().out == "No quantity that is stored left its band around step 30.\n"
     with pytest.raises(ConfigError, match="has the steps 0 to 79, got --step 80"):
         first_changes(read_run(run), 80)
 

@@ -39,9 +39,10 @@ def _write(found: "FirstChanges", findings: "Findings", terminal: Terminal) -> N
         terminal.write("The loss has no spike, or was not stored; --step asks about another step.")
         return
     if not found.changes:
-        terminal.write(f"No quantity left its band around step {found.step}.")
+        terminal.write(f"No quantity that is stored left its band around step {found.step}.")
         for finding in findings:
-            if finding.step is not None and finding.step <= found.step and finding.severity != "info":
+            is_earlier = finding.step is not None and finding.step < found.step and finding.severity != "info"
+            if is_earlier or found.step in (finding.step, *finding.again):
                 terminal.write(str(finding))
         return
     first = found.changes[0]

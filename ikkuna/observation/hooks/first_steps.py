@@ -98,7 +98,7 @@ class FirstSteps:
         self._returns += bool(used) and self._have_returned(optimizer, used)
         self._began |= {key: each.named.parameter.detach().clone() for key, each in used.items()}
         if self._returns == _RETURNS == self._steps - 2:  # the first two steps have nothing to compare with
-            detail = f"Each of the first {self._steps} steps has begun with the same weights."
+            detail = f"Each of {self._steps} steps that were read has begun with the same weights."
             self._found(WEIGHTS_RESTORED.found(0, detail=detail, at_most="warning"))
         return self if self._steps < _STEPS else None
 
@@ -124,7 +124,9 @@ class FirstSteps:
         self._counts[mistake.name] += 1
         if self._counts[mistake.name] == _NEEDED:
             modules = tuple(dict.fromkeys(each.named.module or each.named.name for each in used))
-            detail = f"This holds for {_NEEDED} of the first {self._steps} steps, and for {listed(modules)}, as far as it was read."
+            detail = (
+                f"This holds for {_NEEDED} of {self._steps} steps, and for {listed(modules)}, as far as they were read."
+            )
             self._found(mistake.found(len(used), modules[0], detail=detail, modules=modules))
 
 
