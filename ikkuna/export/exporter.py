@@ -1,6 +1,6 @@
 """The exporter, which is added to a training script."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -299,7 +299,8 @@ class Exporter:
         ConfigTypeError
             If `ids` is not such a collection.
         """
-        if isinstance(ids, str | bytes) or not hasattr(ids, "__len__") or not hasattr(ids, "__getitem__"):
+        is_collection = hasattr(ids, "__len__") and hasattr(ids, "__getitem__") and getattr(ids, "ndim", 1) != 0
+        if isinstance(ids, str | bytes | Mapping) or not is_collection:
             raise ConfigTypeError(f"rows() needs a list, an array or a tensor of ids, got {type(ids).__name__}")
         if (recorder := self._attachment.recorder) is not None:
             recorder.set_ids(ids)

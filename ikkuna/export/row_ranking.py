@@ -151,7 +151,7 @@ def rank_rows(
 
 def rank_batch(run: ReplayRun, batch: dict[str, Any], note: str = "") -> RowRanking:
     """Rank the rows of what ``batches.pt`` holds of a step, with the present weights of the model of `run`."""
-    parts = parts_of(batch)
+    parts = parts_of(run.dump, batch)
     if not parts or not all(part.count for part in parts):
         raise DumpError(f"the batch of step {batch['step']} has no tensor with rows")
     names = _names(run.dump, batch["step"], parts)
@@ -190,10 +190,16 @@ def rank_batch(run: ReplayRun, batch: dict[str, Any], note: str = "") -> RowRank
     return RowRanking(batch["step"], rows, note)
 
 
-def parts_of(batch: dict[str, Any]) -> list[BatchRows]:
-    """Return the rows of each micro-batch."""
+def parts_of(dump: Dump, batch: dict[str, Any]) -> list[BatchRows]:
+    """Return the rows of each micro-batch of what ``batches.pt`` of a dump holds of a step."""
     calls, losses = batch["model_calls"], batch["loss_calls"]
-    return [BatchRows(call, losses[i] if len(losses) == len(calls) else None) for i, call in enumerate(calls)]
+    counts = [None] * len(calls)
+    if dump.has("batch_rows.npz"):
+        arrays = dump.arrays("batch_rows.npz")
+        counts = np.bincount(arrays["parts"][arrays["steps"] == batch["step"]], minlength=len(calls)).tolist()
+    return [
+        BatchRows(call, losses[i] if len(losses) == len(calls) else None, counts[i]) for i, call in enumerate(calls)
+    ]
 
 
 def _is_far(values: NDArray[np.float64]) -> NDArray[np.bool_]:

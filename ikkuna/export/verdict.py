@@ -281,7 +281,7 @@ class _Trial:
         except DumpError as error:
             self._evidence.append(str(error))
             return ()
-        parts = parts_of(batch)
+        parts = parts_of(self._run.dump, batch)
         if not rows or len(rows) >= sum(part.count for part in parts):
             self._evidence.append("no row of the batch stands out")
             return ()

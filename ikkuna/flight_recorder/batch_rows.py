@@ -65,14 +65,17 @@ def item_hashes(item: Any) -> set[int]:
 class BatchRows:
     """The rows of a micro-batch: what the model and the loss module were called with.
 
-    The number of rows is the length of the first tensor that the model was called with along its first axis, or along its second one
-    if that is the number of labels, and the first is not, and not 1.  A tensor has rows along the axis of this length; labels may have
-    several elements for each row, as those of tokens.  All other tensors belong to all rows.
+    The number of rows is `count` if that is the length of a tensor that the model was called with along one of its first two axes, and
+    fits the labels.  Otherwise it is the length of the first tensor along its first axis, or along its second one if that is the number
+    of labels, and the first is not, and not 1.  A tensor has rows along the axis of this length; labels may have several elements for
+    each row, as those of tokens, in the order of the first tensor with rows.  All other tensors belong to all rows.
 
     Parameters
     ----------
     model_call, loss_call : pair
         Positional and named arguments; those of the loss module without the output of the model.
+    count : int, optional
+        The number of rows, as far as it is known, as that of the ids that were given.
 
     Attributes
     ----------
@@ -84,21 +87,30 @@ class BatchRows:
     >>> batch = BatchRows([(torch.ones(3, 2),), {}], [(torch.tensor([0, 1, 2]),), {}])
     >>> batch.count, batch.of([1])[1][0][0].tolist()
     (3, [1])
+    >>> words = torch.arange(6).reshape(2, 3)  # two positions of three sequences
+    >>> BatchRows([(words,), {}], [(words.flatten(),), {}], count=3).of([1])
+    [[(tensor([[1],
+            [4]]),), {}], [(tensor([1, 4]),), {}]]
     """
 
-    def __init__(self, model_call: Any, loss_call: Any = None) -> None:
+    def __init__(self, model_call: Any, loss_call: Any = None, count: int | None = None) -> None:
         self._leaves, self._tree = pytree.tree_flatten([model_call, loss_call])
         self._names, self._is_label = _names(model_call, loss_call), _label_flags(model_call, loss_call)
-        self.count = self._number()
+        self.count = self._number(count)
         self._axes = [self._axis(leaf, flag) for leaf, flag in zip(self._leaves, self._is_label, strict=True)]
+        of_inputs = zip(self._axes, self._is_label, strict=True)
+        self._behind = int(next((axis for axis, flag in of_inputs if axis is not None and not flag), 0))
 
-    def _number(self) -> int:
+    def _number(self, count: int | None) -> int:
         both = [
             (x, flag) for x, flag in zip(self._leaves, self._is_label, strict=True) if isinstance(x, Tensor) and x.ndim
         ]
         inputs, labels = ([x for x, flag in both if flag is wanted] for wanted in (False, True))
         if not inputs:
             return 0
+        is_axis = count is not None and any(count in x.shape[:2] for x in inputs)
+        if count and is_axis and all(count in y.shape[:2] or len(y) % count == 0 for y in labels):
+            return count
         first, second = len(inputs[0]), inputs[0].shape[1] if inputs[0].ndim > 1 else -1
         of_labels = len(labels[0]) if labels else first
         return second if of_labels == second != first != 1 else first
@@ -107,10 +119,8 @@ class BatchRows:
         """Return the axis of the rows; -1 if each row has several elements of the first axis, ``None`` without rows."""
         if not isinstance(leaf, Tensor) or not leaf.ndim or not self.count:
             return None
-        if len(leaf) == self.count:
-            return 0
-        if leaf.ndim > 1 and leaf.shape[1] == self.count:
-            return 1
+        if self.count in leaf.shape[:2]:
+            return leaf.shape.index(self.count)
         return -1 if is_label and len(leaf) and len(leaf) % self.count == 0 else None
 
     def leaves(self) -> list[tuple[str, Tensor]]:
@@ -120,7 +130,8 @@ class BatchRows:
 
     def _first(self, leaf: Tensor, axis: int) -> Tensor:
         if axis == -1:
-            return leaf.reshape(self.count, -1, *leaf.shape[1:])
+            sizes = (-1, self.count) if self._behind else (self.count, -1)
+            return leaf.reshape(*sizes, *leaf.shape[1:]).movedim(self._behind, 0)
         return leaf.movedim(axis, 0)
 
     def call(self, tensors: Iterable[Tensor]) -> Any:
@@ -134,7 +145,8 @@ class BatchRows:
         given, leaves = iter(tensors), list(self._leaves)
         for i, axis in enumerate(self._axes):
             if axis is not None:
-                leaves[i] = next(given).flatten(0, 1) if axis == -1 else next(given).movedim(0, axis)
+                rows = next(given)
+                leaves[i] = rows.movedim(0, self._behind).flatten(0, 1) if axis == -1 else rows.movedim(0, axis)
         return pytree.tree_unflatten(leaves, self._tree)
 
     def of(self, rows: Sequence[int]) -> Any:

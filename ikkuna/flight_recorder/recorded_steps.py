@@ -430,14 +430,14 @@ class RecordedSteps:
             for part, call in enumerate(content["model_calls"]):
                 has_losses = len(content["loss_calls"]) == len(content["model_calls"])
                 loss_call = content["loss_calls"][part] if has_losses else None
-                batch = BatchRows(call, loss_call)
+                ids = _texts(step.ids[part] if part < len(step.ids) else None)
+                batch = BatchRows(call, loss_call, None if ids is None else len(ids))
                 count = batch.count
                 losses = None
                 output = step.outputs[part] if has_losses and part < len(step.outputs) else None
                 if count and loss_module is not None and output is not None and loss_call is not None:
                     with suppressed(Exception):
                         losses = losses_of_rows(loss_module, output.tensor, loss_call, count)
-                ids = _texts(step.ids[part] if part < len(step.ids) else None)
                 if ids is not None and len(ids) != count:
                     left_out["ids"] = f"{len(ids)} ids were given for the {count} rows of step {step.step}"
                     ids = None
@@ -455,9 +455,9 @@ class RecordedSteps:
 
 
 def _texts(ids: Any) -> list[str] | None:
-    if isinstance(ids, Tensor):
+    if isinstance(ids, Tensor | np.ndarray):
         ids = ids.reshape(-1).tolist()
-    return None if ids is None else [str(each) for each in ids]
+    return None if ids is None else [str(each.tolist() if hasattr(each, "tolist") else each) for each in ids]
 
 
 _SHARE = 0.5  # of the sum of the losses of all rows

@@ -1,5 +1,6 @@
 """Keeps the last steps of an exporter, and writes them to a dump when something goes wrong."""
 
+import copy
 import math
 import os
 import platform
@@ -430,7 +431,7 @@ class FlightRecorder(StepObserver):
 
     def set_ids(self, ids: Any) -> None:
         """Set the ids of the rows of the next call of the model."""
-        self._steps.set_ids(ids.detach().clone() if isinstance(ids, torch.Tensor) else np.array(ids))
+        self._steps.set_ids(ids.detach().clone() if isinstance(ids, torch.Tensor) else copy.copy(ids))
 
     # -- triggers -------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from ikkuna.diagnosis import RecorderOptions, read_dump
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
+from ikkuna.export.row_ranking import parts_of
 from ikkuna.export.subscriber import LossSubscriber
 from ikkuna.flight_recorder.batch_rows import BatchRows, item_hashes, row_hashes, unusual
 
@@ -214,7 +215,49 @@ def test_each_micro_batch_has_its_ids(tmp_path):
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in dump.path.iterdir())
 
 
-@pytest.mark.parametrize("ids", ["abc", 5, None, iter([1])])
+def test_as_many_ids_as_features_are_no_rows(tmp_path):
+    loop = Loop(tmp_path)
+    loop.step((X[:4], Y[:4]), ids=[range(6)])
+    assert loop.dump().facts["left_out"]["ids"] == "6 ids were given for the 4 rows of step 0"
+
+
+@pytest.mark.parametrize(
+    ("ids", "texts"),
+    [
+        (np.arange(4), "0123"),
+        (torch.arange(4)[:, None], "0123"),
+        (list(torch.arange(4)), "0123"),
+        ([[1] * i for i in range(4)], ["[]", "[1]", "[1, 1]", "[1, 1, 1]"]),
+        ([None, 1, "b", (2, 3)], ["None", "1", "b", "(2, 3)"]),
+    ],
+    ids=["array", "column", "tensors", "lists", "mixed"],
+)
+def test_ids_of_any_form_become_texts(tmp_path, ids, texts):
+    loop = Loop(tmp_path)
+    loop.step((X[:4], Y[:4]), ids=[ids])
+    assert loop.dump().arrays("batch_rows.npz")["ids"].tolist() == list(texts)
+
+
+def test_the_number_of_ids_says_which_axis_has_the_rows(tmp_path):
+    """Three sequences of eight positions, with the batch as the second axis."""
+
+    class Words(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).reshape(-1, 1)
+
+    x, y = X[:24].reshape(8, 3, 6), Y[:24].reshape(8, 3, *Y.shape[1:])
+    loop = Loop(tmp_path, model=Words(6, 1))
+    loop.step((x, y.reshape(24, *Y.shape[1:])), ids=[["a", "b", "c"]])
+    dump = loop.dump()
+    rows = dump.arrays("batch_rows.npz")
+    assert rows["ids"].tolist() == ["a", "b", "c"]
+    assert np.array_equal(rows["hashes"], row_hashes(x.movedim(1, 0)))
+    [part] = parts_of(dump, dump.tensors("batches.pt")[-1])
+    [labels], _ = part.of([1])[1]
+    assert torch.equal(labels, y[:, 1])
+
+
+@pytest.mark.parametrize("ids", ["abc", 5, None, iter([1]), {"id": [1]}, np.array(3), torch.tensor(3)])
 def test_ids_that_are_no_collection_are_refused(tmp_path, ids):
     loop = Loop(tmp_path)
     with pytest.raises(ConfigTypeError, match=r"rows\(\) needs a list, an array or a tensor of ids, got"):
