@@ -172,7 +172,8 @@ TENSORS = {
     49: Fault("half precision", "all sums use single precision or more"),
     50: Fault(
         "integers, 8-bit floats, sparse, quantised and complex tensors; tensors without numbers",
-        "they are measured, sparse tensors with the zeros that they do not store, complex tensors by magnitude; "
+        "they are measured, sparse tensors with the zeros that they do not store, complex tensors by magnitude, or as pairs of reals "
+        "where two are compared; "
         "tensors without numbers, such as meta, fake and nested ones, are left out and counted in ``health().skipped``",
     ),
     51: Fault(

@@ -376,7 +376,7 @@ def percentile_fan(
     Raises
     ------
     ConfigError
-        If the log contains no such statistics, or if `ax` is given for several fans.
+        If the log contains no such statistics, if `x` has another length, or if `ax` is given for several fans.
     KeyError
         If a layer or column is not in the log.
     """
@@ -388,6 +388,8 @@ def percentile_fan(
     by_panel = {(fan.layer, fan.column): fan for fan in fans}
     _check(rows, {fan.layer for fan in fans}, "layer")
     _check(columns, present, "column")
+    if x is not None and len(x) != len(fans[0].median):
+        raise ConfigError(f"x needs a position for each of the {len(fans[0].median)} entries of the log, got {len(x)}")
     style = Style.of(style_options, title=None)
     if ax is not None:
         if len(rows) * len(columns) > 1:

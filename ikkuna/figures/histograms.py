@@ -6,6 +6,7 @@ from typing import Any, Unpack
 import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.figures.style import (
@@ -164,6 +165,9 @@ def _table(data: Any, layout: str | None) -> list[list[list[Array]]]:
     """Return rows of cells of flat arrays."""
     if layout not in (None, "vertical", "grid", "table"):
         raise ConfigError(f"layout must be 'vertical', 'grid' or 'table', got {layout!r}")
+    depth = 2 if layout == "table" else 1
+    if isinstance(data, Tensor | np.ndarray) and data.ndim < depth:
+        raise ConfigError(f"features_hist needs data of {depth} or more axes here, got shape {tuple(data.shape)}")
     if layout != "table":
         table = [[[to_array(entry).reshape(-1)]] for entry in data]
     else:

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from ikkuna.errors import ConfigError
 from ikkuna.inspect.netdict.description import record_of
+from ikkuna.numerics.elements import dense
 from ikkuna.numerics.statistics.histogram import SIGMA, percentiles
 from ikkuna.support.modules import class_name, is_bias, name_of, named_modules, owned_parameters
 from ikkuna.support.torch_internals import RUNNING_NORMS
@@ -228,7 +229,7 @@ def _label(model: nn.Module, layer: str | nn.Module | None) -> str:
 
 def _statistics(tensors: list[Tensor], q: Sequence[float], correction: int, nan: str) -> dict[str, float]:
     if nan == "omit":
-        tensors = [tensor[torch.isfinite(tensor)] for tensor in tensors]
+        tensors = [x[torch.isfinite(x)] for x in map(dense, tensors)]
     record = record_of(tensors, ("m2", "min", "max"))
     broken = not record.n or record.nonfinite > 0
     low, high = (record.min, record.max) if not broken else (math.nan, math.nan)

@@ -93,22 +93,20 @@ class RunningMoments:
 
     @classmethod
     def from_moments(cls, mean: Any, std: Any, n: int, *, correction: int = 1) -> "RunningMoments":
-        """Return the state of a group with a known mean, standard deviation and size."""
+        """Return the state of a group with a known mean, standard deviation and size; its extremes are NaN."""
         moments = cls(correction)
         if n < 0:
             raise ConfigError(f"the size of a group must not be negative, got {n}")
         if n > 0:
             state = observe(torch.full((1,), float(mean), dtype=torch.float64, device="cpu"), None)
-            state["total"], state["squares"], state["count"] = (
-                torch.tensor(float(n), dtype=torch.float64, device="cpu") for _ in range(3)
-            )
             spread = (n - correction) * float(std) ** 2 if n > 1 else 0.0
-            state["m2"] = torch.tensor(spread, dtype=torch.float64, device="cpu")
+            known = {"total": n, "squares": n, "count": n, "m2": spread, "low": math.nan, "high": math.nan}
+            state |= {key: torch.tensor(value, dtype=torch.float64, device="cpu") for key, value in known.items()}
             moments._state = state
         return moments
 
     def update(self, values: Any, weights: Any = None) -> "RunningMoments":
-        """Add `values` (tensor, array, list or number of any dtype) and return ``self``.
+        """Add `values` (tensor, array, list or number of any dtype; of complex ones the magnitudes) and return ``self``.
 
         `weights` has their shape (pooled) or is one number (per element), and needs ``weights=`` in the constructor.
         """
@@ -213,11 +211,11 @@ class RunningMoments:
         return self._extremum("high", "above", torch.inf, torch.maximum)
 
     def _extremum(self, key: str, infinite: str, limit: float, pick: Any) -> Any:
-        value = self._read(key)
-        value = torch.where(self._read("total", 0.0) > 0, value, torch.nan)
+        is_known = self._read("total", 0.0) > 0
+        value = torch.where(is_known, self._read(key), torch.nan)
         if self.nan == "propagate":
             other = "above" if infinite == "below" else "below"
-            only_other = torch.isnan(value) & (self._read(other, 0.0) > 0)
+            only_other = ~is_known & (self._read(other, 0.0) > 0)
             value = torch.where(only_other, -limit, value)
             value = torch.where(self._read(infinite, 0.0) > 0, limit, value)
             value = torch.where(self._read("nans", 0.0) > 0, torch.nan, value)

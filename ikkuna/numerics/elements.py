@@ -54,15 +54,29 @@ def widest_float(x: Tensor) -> torch.dtype:
 def as_float64(values: Any) -> Tensor:
     """Return data as a detached float64 tensor, on its own device if that has float64, else on the host.
 
+    Complex numbers are replaced by their magnitudes; those that are added or multiplied are given as :func:`as_reals`.
+
     Examples
     --------
-    >>> as_float64(torch.ones(2)).dtype, as_float64([1, 2]).tolist()
-    (torch.float64, [1.0, 2.0])
+    >>> as_float64(torch.ones(2)).dtype, as_float64([1, 3 + 4j]).tolist()
+    (torch.float64, [1.0, 5.0])
     """
     if isinstance(values, Tensor):
         x = values.detach()
-        return (x if has_float64(x.device) else x.cpu()).double()
-    return torch.from_numpy(np.array(values, dtype=np.float64))
+        x = x if has_float64(x.device) else x.cpu()
+        return x.to(torch.complex128).abs() if x.is_complex() else x.double()
+    return torch.from_numpy(to_array(values))
+
+
+def as_reals(x: Tensor) -> Tensor:
+    """Return the real and imaginary parts of complex numbers along a new last axis; other tensors as they are.
+
+    Examples
+    --------
+    >>> as_reals(torch.tensor([1 + 2j])).tolist()
+    [[1.0, 2.0]]
+    """
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -77,10 +91,11 @@ def is_special(x: Tensor) -> bool:
     >>> is_special(codes), is_special(nn.Parameter(codes, requires_grad=False))
     (False, True)
     """
-    return type(x) is not Tensor and (type(x) is not nn.Parameter or not _has_fractions(x))
+    return type(x) is not Tensor and (type(x) is not nn.Parameter or not has_fractions(x))
 
 
-def _has_fractions(x: Tensor) -> bool:
+def has_fractions(x: Tensor) -> bool:
+    """Return whether the dtype of `x` is floating or complex, so that it can have a gradient."""
     return x.is_floating_point() or x.is_complex()
 
 
@@ -99,9 +114,9 @@ def dequantized(x: Tensor) -> Tensor | None:
     """
     offered = x.dequantize if x.is_quantized or type(x).dequantize is not Tensor.dequantize else _unpacking(x)
     if offered is None:
-        return x if _has_fractions(x) or type(x) is Tensor else None
+        return x if has_fractions(x) or type(x) is Tensor else None
     found = switched([gradients(False)], offered)
-    return found if type(found) in _PLAIN and _has_fractions(found) else None
+    return found if type(found) in _PLAIN and has_fractions(found) else None
 
 
 def _unpacking(x: Tensor) -> Callable[[], Tensor] | None:
@@ -203,10 +218,10 @@ def is_plain(*tensors: Tensor | None) -> bool:
     )
 
 
-def readable(x: Tensor) -> tuple[Tensor, int] | None:
-    """Return the stored numbers of `x` as a real strided tensor, and the number of zeros that are not stored.
+def readable(x: Tensor, magnitudes: bool = True) -> tuple[Tensor, int] | None:
+    """Return the stored numbers of `x` as a strided tensor, and the number of zeros that are not stored.
 
-    The result of a sparse tensor is its coalesced values, of a complex tensor its magnitudes.
+    The result of a sparse tensor is its coalesced values, of a complex tensor its magnitudes (itself without `magnitudes`).
     Quantised tensors are dequantised; integers and booleans become float64 (float32 on a device without float64), fp8 becomes float32.
     The result is ``None`` if there are no numbers, see :func:`has_numbers`, or if a quantised tensor does not offer them.
     """
@@ -223,7 +238,7 @@ def readable(x: Tensor) -> tuple[Tensor, int] | None:
         x = x.coalesce().values() if x.layout is torch.sparse_coo else _values(x)
         implied = total - x.numel()
     if x.is_complex():
-        x = x.abs()
+        return x.abs() if magnitudes else x, implied
     if not x.is_floating_point():
         x = x.to(widest_float(x))
     elif x.element_size() == 1:

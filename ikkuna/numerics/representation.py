@@ -1,6 +1,7 @@
 """Comparisons of the representations that layers learn.
 
 A representation is a matrix ``(rows, features)``; rows with the same index belong to the same input.
+Of complex outputs, real and imaginary parts are two features.
 Columns are centred.  Everything is computed in float64, except products of float32 data (:func:`centred_kernels`).
 What is computed from orthonormal bases waits for the device.  An undefined value is NaN.
 """
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.elements import as_float64, dense, readable
+from ikkuna.numerics.elements import as_float64, as_reals, dense, readable
 
 
 def to_rows(activations: Tensor, pool: bool = False) -> Tensor:
@@ -34,18 +35,18 @@ def to_rows(activations: Tensor, pool: bool = False) -> Tensor:
     >>> to_rows(torch.ones(2, 3, 4, 5)).shape, to_rows(torch.ones(2, 3, 4, 5), pool=True).shape
     (torch.Size([40, 3]), torch.Size([2, 3]))
     """
-    x = as_float64(dense(activations))
-    if x.ndim < 2:
-        return x.reshape(-1, 1)
-    x = x.movedim(1, -1) if x.ndim > 3 else x
+    x = dense(activations)
+    x = x.reshape(-1, 1) if x.ndim < 2 else x.movedim(1, -1) if x.ndim > 3 else x
+    x = as_float64(as_reals(x).flatten(x.ndim - 1))
     if pool and x.ndim > 2:
         return x.mean(dim=tuple(range(1, x.ndim - 1)))
     return x.flatten(0, -2)
 
 
 def centred(x: Tensor) -> Tensor:
-    """Return `x` detached, in float64, with the mean of each column subtracted."""
-    x = as_float64(x)
+    """Return ``(rows, features)`` detached, in float64, with the mean of each column subtracted."""
+    x = as_float64(as_reals(x).flatten(1))
+    x = x - x[:1].sum(0)  # this makes a constant column exactly 0
     return x - x.mean(0) if x.shape[0] else x
 
 
@@ -93,7 +94,7 @@ def centred_kernels(representations: Sequence[Tensor]) -> Tensor:
     _check_rows(*representations)
     if n < 4:
         return as_float64(representations[0]).new_full((len(representations), n * n), torch.nan)
-    kernels = _products([x.detach() for x in representations])
+    kernels = _products([as_reals(x.detach()).flatten(1) for x in representations])
     diagonals = kernels.diagonal(dim1=1, dim2=2)
     sums = kernels.sum(2).sub_(diagonals).div_(n - 2)
     shifts = sums.sub_(sums.sum(1, keepdim=True), alpha=0.5 / (n - 1))
@@ -307,7 +308,8 @@ def dimension(activations: Tensor, rows: int = 128) -> Tensor:
     chosen = chosen if chosen.dtype is torch.float64 else chosen.float()
     if len(chosen) < 4:
         return unknown
-    centred = chosen - chosen.mean(0)
+    centred = chosen - chosen[0]  # this makes a constant column exactly 0
+    centred = centred - centred.mean(0)
     centred = centred / centred.abs().amax().clamp(min=torch.finfo(centred.dtype).tiny)  # no square overflows
     products = centred @ centred.mT if len(centred) <= centred.shape[1] else centred.mT @ centred
     return (products.diagonal().sum().square() / products.square().sum()).double()
@@ -357,7 +359,7 @@ class Scatter:
     def of(cls, rows: Tensor) -> "Scatter":
         """Return the scatter of ``(rows, features)``, which costs :math:`2 n d^2` operations and two float64 copies."""
         deviations = centred(rows)
-        mean = as_float64(rows).mean(0) if len(rows) else deviations.new_zeros(deviations.shape[1])
+        mean = (as_float64(as_reals(rows[:1]).flatten(1)) - deviations[:1]).sum(0)
         return cls(len(rows), mean, deviations.mT @ deviations)
 
     def __add__(self, other: "Scatter") -> "Scatter":

@@ -24,7 +24,10 @@ _TINY = 1.2e-38  # the smallest divisor with full precision in float32
 
 
 def as_matrix(weight: Tensor) -> Tensor:
-    """Return `weight` as a real matrix ``(out, in * kernel)`` of float32 or float64; a vector becomes one column.
+    r"""Return `weight` as a real matrix ``(out, in * kernel)`` of float32 or float64; a vector becomes one column.
+
+    A complex weight :math:`A + i B` becomes :math:`\begin{pmatrix} A & -B \\ B & A \end{pmatrix}`, ``(2 * out, 2 * in * kernel)``,
+    which has each of its singular values twice.
 
     Examples
     --------
@@ -32,9 +35,11 @@ def as_matrix(weight: Tensor) -> Tensor:
     torch.Size([8, 75])
     """
     weight = dense(weight)
-    weight = weight.abs() if weight.is_complex() else weight
-    wide = weight if weight.dtype in (torch.float32, torch.float64) else weight.float()
-    return wide.flatten(1) if wide.ndim > 1 else wide.reshape(-1, 1)
+    matrix = weight.flatten(1) if weight.ndim > 1 else weight.reshape(-1, 1)
+    if matrix.is_complex():
+        a, b = matrix.real, matrix.imag
+        matrix = torch.cat([torch.cat([a, -b], 1), torch.cat([b, a], 1)])
+    return matrix if matrix.dtype in (torch.float32, torch.float64) else matrix.float()
 
 
 def spectral_norm(weight: Tensor, u: Tensor | None = None, iterations: int = 2) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,9 +53,9 @@ def spectral_norm(weight: Tensor, u: Tensor | None = None, iterations: int = 2) 
     ----------
     weight : Tensor
         ``(out, in, ...)``, read as a matrix ``(out, in * ...)``; for the operator norm of a convolution see
-        :func:`conv_operator_norm`.  Of any floating dtype and layout; for a vector the result is its Euclidean norm.
+        :func:`conv_operator_norm`.  Of any floating or complex dtype, any layout; for a vector the result is its Euclidean norm.
     u : Tensor, optional
-        ``(out,)``, from the previous call for this weight.  A vector of another size or device is ignored.
+        ``(out,)``, complex weights ``(2 * out,)``, from the previous call for this weight.  A vector of another size or device is ignored.
     iterations : int
         The number of iterations, at least 1; each costs two products of the matrix with a vector.
 
@@ -63,7 +68,7 @@ def spectral_norm(weight: Tensor, u: Tensor | None = None, iterations: int = 2) 
         0-d, :math:`r = |W v - s u| / s` of the last iteration.  The distance of `sigma` to a singular value is at most
         :math:`r (1 + r / 2) \sigma`; below 1e-3 the iteration has converged. 0 for the zero matrix.
     u : Tensor
-        ``(out,)``, a unit vector, always finite.
+        ``(out,)``, complex weights ``(2 * out,)``, a unit vector, always finite.
 
     Raises
     ------
@@ -228,14 +233,15 @@ def conv_operator_norm(weight: Tensor, size: int | tuple[int, ...], groups: int 
             f"conv_operator_norm needs a weight (out, in, kernel...) and as many positive sizes as it has kernel axes, "
             f"got the shape {tuple(weight.shape)}, size={size!r}, groups={groups!r}"
         )
-    kernel = weight.detach().double()
+    kernel = weight.detach().to(torch.complex128 if weight.is_complex() else torch.float64)
     if not kernel.numel() or kernel.is_meta:
         return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
     is_finite = kernel.isfinite().all()
     kernel = torch.where(is_finite, kernel, 0.0)  # a factorisation raises an error for a NaN
     for axis, n in enumerate(sizes, start=2):
         kernel = _wrap(kernel, axis, n)
-    transformed = torch.fft.rfftn(kernel, s=sizes, dim=tuple(range(2, kernel.ndim)))
+    transform = torch.fft.fftn if kernel.is_complex() else torch.fft.rfftn
+    transformed = transform(kernel, s=sizes, dim=tuple(range(2, kernel.ndim)))
     by_group = transformed.reshape(groups, -1, *transformed.shape[1:])
     per_frequency = by_group.movedim((1, 2), (-2, -1))
     values: Tensor = torch.linalg.svdvals(per_frequency)
@@ -284,6 +290,7 @@ def singular_values_of_each(weights: Tensor) -> Tensor:
     matrices = torch.where(is_finite[..., None], matrices, 0.0)
     scale = matrices.abs().flatten(1).amax(1)[:, None]
     values = _factorised(matrices / torch.where(scale > 0, scale, 1.0)[..., None]) * scale
+    values = values[:, :: 1 + weights.is_complex()]
     noise = max(matrices.shape[1:]) * torch.finfo(torch.float64).eps * values[:, :1]
     return torch.where(is_finite, torch.where(values <= noise, 0.0, values), torch.nan)
 

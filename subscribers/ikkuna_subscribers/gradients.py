@@ -136,7 +136,7 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
         """
         if message.kind == "input_data":
             return self._samples.measure(message)
-        if (read := readable(message.data)) is None:
+        if (read := readable(message.data, magnitudes=False)) is None:
             return None
         gradient = read[0]
         square = squared_norm(gradient)
@@ -520,7 +520,7 @@ class LossChangeBoundSubscriber(PlotSubscriber):
         if before is None or (before.shape, before.device) != (found.shape, found.device):
             return None
         size: int = message.data.numel()
-        return torch.dot(gradient, found - before).reshape(1) * (size / max(len(found), 1))
+        return (gradient * (found - before)).sum().reshape(1) * (size / max(len(found), 1))
 
     def compute_step(self, step: MeasuredStep) -> None:
         """Emit the bound of the whole network."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage, NetworkMessage
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
+from ikkuna.numerics.elements import as_reals
 from ikkuna.numerics.representation import (
     Scatter,
     centred_kernels,
@@ -149,7 +150,7 @@ class CKASubscriber(ProbeSubscriber):
     def _rows(self, output: Tensor) -> Tensor:
         if self.pool or output.ndim < 2:
             return to_rows(output, pool=True)
-        rows = output.detach().flatten(1)
+        rows = as_reals(output.detach().flatten(1)).flatten(1)
         return rows if rows.dtype is torch.float64 else rows.float()
 
     def _compare(self, names: list[str], kernels: Tensor, independence: Tensor) -> _CKAComparison:

@@ -67,7 +67,7 @@ class SpectrumSubscriber(PlotSubscriber):
 
     def measure(self, message: ModuleMessage) -> DeferredRow | None:
         """Return the singular values."""
-        if (read := readable(message.data)) is None or not message.data.numel():
+        if (read := readable(message.data, magnitudes=False)) is None or not message.data.numel():
             return None
         return DeferredRow(read[0], singular_values_of_each)
 
@@ -296,7 +296,7 @@ class SpectralNormSubscriber(PlotSubscriber):
 
     def measure(self, message: ModuleMessage) -> Tensor | DeferredRow | None:
         """Return the norm and its residual."""
-        if (read := readable(message.data)) is None:
+        if (read := readable(message.data, magnitudes=False)) is None:
             return None
         weight = read[0]
         if self.input_size is not None and 3 <= weight.ndim <= 5:

@@ -300,3 +300,10 @@ def test_a_vanishing_gradient():
     found = vanishing(0.5 ** torch.arange(99, -1, -1, dtype=torch.float64))
     assert (found.below, found.zero) == (0.73, 0.0)
     assert found.norms[-1] == 1.0
+
+
+def test_integer_parameters_are_left_out():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.codes = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+    found = get_gradients(model, None, torch.ones(1, 2), loss_fn=lambda output: output.sum(), wrt="weights")
+    assert list(found) == ["0.weight", "0.bias"]

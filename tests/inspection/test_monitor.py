@@ -184,3 +184,9 @@ def test_a_named_layer_aggregates_what_is_below_it():
     assert value(monitor.weight_statistics(model, "0"), "mean") == pytest.approx(8.4)
     assert value(monitor.weight_statistics(model, "1"), "mean") == 1.0  # a normalisation layer, because it is named
     assert value(monitor.weight_statistics(model), "mean") == pytest.approx(8.4)
+
+
+def test_sparse_gradients_without_nan():
+    layer = nn.Embedding(4, 2, sparse=True)
+    layer(torch.tensor([1, 1])).sum().backward()
+    assert monitor.weight_gradient_statistics(layer, nan="omit") == monitor.weight_gradient_statistics(layer)

@@ -354,3 +354,99 @@ def test_a_number_may_be_on_either_side(number):
         (number / net, [2, 2 / 3]),
     ):
         assert found["a"].tolist() == pytest.approx(expected)
+
+
+def test_the_cosine_is_that_of_the_operands_after_broadcasting():
+    assert NetDict({"a": torch.ones(3, 4)}).cosine({"a": torch.ones(4)}) == pytest.approx(1)
+    assert NetDict({"a": [1.0, 2.0, 3.0]}).cosine({"a": 1.0}) == pytest.approx(6 / math.sqrt(14 * 3))
+    assert NetDict({"a": [1.0, 2.0, 3.0]}).cosine({"a": 1.0}, layerwise=True)["a"] == pytest.approx(6 / math.sqrt(42))
+
+
+def test_the_inner_product_of_complex_numbers_is_the_real_part_of_the_conjugated_product():
+    x, y = torch.tensor([1j, 2 + 0j]), torch.tensor([1 + 1j, 3j])
+    net = NetDict({"a": x})
+    assert (net.dot(net), net.cosine(net)) == pytest.approx((5, 1))
+    assert net.dot({"a": y}) == pytest.approx((x.conj() * y).sum().real.item())
+    assert net.dot({"a": torch.tensor([1.0, 3.0])}) == pytest.approx(6)
+
+
+def test_sparse_gradients_have_inner_products():
+    layer = nn.Embedding(4, 2, sparse=True)
+    layer(torch.tensor([1, 1])).sum().backward()
+    gradient = nnstat.get_grad(layer)
+    assert (gradient.dot(gradient), gradient.cosine(gradient)) == pytest.approx((8, 1))
+    assert gradient.norm(-math.inf) == 0
+    assert gradient.norm(3) == pytest.approx(16 ** (1 / 3))
+
+
+def test_numbers_are_in_double_precision():
+    assert (NetDict({"a": 0.1}).clip(0, 1)["a"], NetDict({"a": 1e300}).clip(0)["a"]) == (0.1, 1e300)
+    assert NetDict({"a": 2.0}).sqrt()["a"] == math.sqrt(2)
+    assert NetDict({"a": 0.1}) != NetDict({"a": 0.1 + 1e-12})
+    assert NetDict({"a": [0.1]}) == {"a": [0.1]}
+    assert NetDict({"a": -3}).sign()["a"] == -1
+
+
+@pytest.mark.parametrize("value", [math.nan, torch.tensor([math.nan])])
+def test_the_sign_of_nan_is_nan(value):
+    assert math.isnan(float(NetDict({"a": value}).sign()["a"]))
+
+
+@pytest.mark.parametrize("order", [-math.inf, 0, 0.5, 1, 2, 3, math.inf])
+def test_norms_at_the_limits(order):
+    for names in (("a", "b"), ("b", "a")):
+        values = {"a": [1.0, 2.0], "b": [math.nan]}
+        assert math.isnan(NetDict({name: values[name] for name in names}).norm(order))
+    infinite = NetDict({"a": [1.0, -math.inf]}).norm(order)
+    assert infinite == (1 if order < 0 else math.inf) or (order == 0 and math.isnan(infinite))
+    assert NetDict({"a": [3.0], "b": torch.zeros(0)}).norm(order) == pytest.approx(3 if order else 1)
+
+
+@pytest.mark.parametrize("order", [200, 300.5])
+@pytest.mark.parametrize("value", [0.01, 1e30])
+def test_a_power_does_not_leave_the_range(order, value):
+    assert NetDict({"a": [value, 0.0]}).norm(order) == pytest.approx(value)
+
+
+def test_a_layerwise_percentile_is_one():
+    with pytest.raises(ConfigError, match="needs one percentile"):
+        NetDict({"a": [1.0, 2.0]}).percentile(layerwise=True)
+    assert NetDict({"a": [1.0, 2.0]}).percentile(np.int64(50), layerwise=True)["a"] == 1.5
+
+
+def test_integer_parameters_have_no_gradient():
+    model = nn.Linear(2, 2)
+    model.codes = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+    assert list(nnstat.get_grad(model, missing="nan")) == ["weight", "bias"]
+    assert "codes" in nnstat.get_weight(model)
+
+
+def test_a_state_of_all_parameters_is_not_that_of_the_first():
+    layer = nn.Linear(3, 2)
+    optimizer = torch.optim.LBFGS(layer.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = layer(torch.ones(4, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with pytest.raises(KeyError, match="no state 'd'"):
+        nnstat.get_optimizer_state(layer, optimizer, "d")
+    assert list(nnstat.get_optimizer_state(layer, optimizer, "n_iter")) == ["weight"]
+
+
+def test_the_noise_scale_of_complex_weights_counts_both_parts():
+    weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    model = nn.Module()
+    model.weight = weight
+    signal = torch.tensor([1 + 2j, 3 - 1j])
+    found = nnstat.compute_noise_scale(model, lambda: (signal.conj() * weight).sum().real, 1, num_iters=2)
+    assert found.grad_sq == pytest.approx(15)
+
+
+def test_an_empty_tensor_has_no_image():
+    with pytest.raises(ConfigError, match="no data to draw"):
+        NetDict({"a": torch.zeros(0, 3)}).heatmap()
+    assert "b (1, 2)" in [ax.get_title() for ax in NetDict({"a": torch.zeros(0, 3), "b": [[1.0, 2.0]]}).heatmap().axes]

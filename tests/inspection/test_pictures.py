@@ -516,3 +516,14 @@ def test_a_thousand_figures_are_freed():
     for _ in range(20):
         plot.features_2d(DATA[:1])
     assert count() <= before
+
+
+@pytest.mark.parametrize(("data", "layout"), [(torch.tensor(1.0), None), (np.ones(3), "table")])
+def test_histograms_need_an_axis_of_panels(data, layout):
+    with pytest.raises(ConfigError, match="or more axes"):
+        plot.features_hist(data, layout=layout)
+
+
+def test_a_fan_needs_a_position_for_each_entry():
+    with pytest.raises(ConfigError, match="each of the 3 entries"):
+        plot.percentile_fan(log_of(1, 3), x=[1])

@@ -231,3 +231,16 @@ def test_every_rank_ends_with_the_same(tmp_path):
 
 def test_without_a_process_group_nothing_happens():
     assert moments([1, 2]).all_reduce().n == 2
+
+
+def test_complex_numbers_count_by_their_magnitudes():
+    for values in (torch.tensor([3 + 4j, 0j]), np.array([3 + 4j, 0])):
+        found = moments(values)
+        assert (found.mean, found.max) == (2.5, 5)
+
+
+def test_the_extremes_of_a_group_known_by_its_moments_are_unknown():
+    group = RunningMoments.from_moments(0.0, 1.0, 100)
+    assert all(
+        math.isnan(x) for x in (group.min, group.max, (group + moments([5.0])).max, (group + moments([math.inf])).min)
+    )

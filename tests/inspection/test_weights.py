@@ -260,3 +260,15 @@ def test_correlation_of_channels():
     assert np.isnan(found[3]).all()
     with pytest.raises(ConfigError, match="at least 2"):
         channel_correlation([[1.0]])
+
+
+def test_constant_channels_have_no_correlation():
+    x = np.stack([np.full(1000, 0.1), np.full(1000, 0.3)], 1)
+    assert channel_correlation(x).isnan().all()
+
+
+def test_complex_weights_have_norms_of_their_magnitudes():
+    layer = nn.Linear(2, 1, bias=False, dtype=torch.complex64)
+    layer.weight.data.copy_(torch.tensor([[3 + 4j, 12j]]))
+    assert weight_penalties(layer, penalties={"weight": (1, 1)})["weight"].loss == pytest.approx(17 + 169)
+    assert weights_norm(layer)[""]["weight"]["max"] == [pytest.approx(13)]

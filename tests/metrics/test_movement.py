@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from ikkuna.export.subscriber import (
     CosineSubscriber,
     DistanceFromInitSubscriber,
     EffectiveUpdateSubscriber,
+    LossChangeBoundSubscriber,
     TrustRatioSubscriber,
 )
 from tests.metrics.running import trained
@@ -152,3 +154,38 @@ def test_what_begins_at_zero_has_no_relative_distance():
 def test_bad_arguments_are_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+class Spectral(nn.Module):
+    """A layer with complex weights, as in Fourier neural operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x):
+        return (torch.fft.fft(x) @ self.weight).abs()
+
+
+@pytest.mark.parametrize("metric", [CosineSubscriber, DistanceFromInitSubscriber])
+def test_complex_weights_are_pairs_of_reals(metric):
+    network = nn.Sequential(Spectral())
+    optimizer = torch.optim.SGD(network.parameters(), lr=3.0)
+    found, before = trained([partial(metric, "weights")], network, 4, optimizer, batch)
+    weights = [flat(torch.view_as_real(state["0.weight"])) for state in before]
+    cosines = [cos(a, b) for a, b in itertools.pairwise(weights)]
+    distances = [np.linalg.norm(w - weights[0]) for w in weights]
+    expected = {"weights_cosine": cosines, "weights_distance_from_init": distances}
+    kind = metric("weights").publishes[0]
+    assert found[kind, "0"] == pytest.approx(expected[kind], rel=1e-4)
+
+
+def test_the_bound_of_complex_weights_is_that_of_pairs_of_reals():
+    network, gradients = nn.Sequential(Spectral()), []
+    optimizer = torch.optim.SGD(network.parameters(), lr=3.0)
+    network[0].weight.register_hook(lambda gradient: gradients.append(flat(torch.view_as_real(gradient))))
+    found, before = trained([LossChangeBoundSubscriber], network, 4, optimizer, batch)
+    weights = [flat(torch.view_as_real(state["0.weight"])) for state in before]
+    expected = [gradients[i + 1] @ (weights[i + 1] - weights[i]) for i in range(3)]
+    (values,) = [values for (kind, _), values in found.items() if kind == "loss_change_bound"]
+    assert values == pytest.approx(expected, rel=1e-4)

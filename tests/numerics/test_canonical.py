@@ -127,3 +127,7 @@ def test_unsuitable_arguments_are_refused():
         svcca(random(5, 2), random(6, 2))
     with pytest.raises(ConfigError, match="variance in"):
         principal_basis(random(5, 2), variance=0)
+
+
+def test_constant_rows_have_no_directions():
+    assert principal_basis(torch.full((7, 3), 0.1, dtype=torch.float64)).shape == (7, 0)

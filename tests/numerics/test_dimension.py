@@ -69,3 +69,7 @@ def test_rows_on_a_line_have_one_dimension():
 )
 def test_what_has_no_dimension_is_nan(x):
     assert math.isnan(dimension(x).item())
+
+
+def test_constant_rows_have_no_dimension_whatever_their_number():
+    assert all(dimension(torch.full((n, 8), 0.1)).isnan() for n in range(4, 65))

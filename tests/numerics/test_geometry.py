@@ -130,3 +130,10 @@ def test_updates_without_numbers_are_not_counted():
     assert count_moved(torch.empty(2, device="meta"), torch.ones(2)).tolist() == [0, 0]
     sparse = torch.tensor([0.0, 1.0]).to_sparse()
     assert count_moved(torch.ones(2), sparse).tolist() == [1, 1]
+
+
+def test_the_angle_of_complex_numbers():
+    a = torch.tensor([1 + 0j, 1j])
+    assert angle(a, 1j * a).item() == pytest.approx(math.pi / 2)
+    assert cosine(a, -a).item() == pytest.approx(-1)
+    assert count_moved(torch.tensor([1 + 1j]), torch.tensor([1e-2 - 1e-3j])).tolist() == [1, 2]

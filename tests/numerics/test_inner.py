@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ikkuna.numerics.geometry import dot, norm, squared_distance, squared_norm
+from ikkuna.numerics.geometry import dot, norm, spread_elements, squared_distance, squared_norm
 
 PAIR = st.integers(0, 50).flatmap(
     lambda n: st.tuples(*[hnp.arrays(np.float32, n, elements=st.floats(-(2.0**100), 2.0**100, width=32))] * 2)
@@ -70,3 +70,18 @@ def test_edges_are_numbers_or_nan():
     assert norm(torch.full((2,), 1e30)).item() == pytest.approx(1e30 * math.sqrt(2), rel=1e-6)
     assert norm(torch.full((2,), 1e-30)).item() == pytest.approx(1e-30 * math.sqrt(2), rel=1e-6)
     assert norm(torch.complex(torch.tensor([3.0]), torch.tensor([4.0]))).item() == 5
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7, 5), (300, 500)])
+def test_complex_numbers_are_pairs_of_reals(shape):
+    a, b = (torch.randn(shape, dtype=torch.complex64, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
+    x, y = (z.to(torch.complex128) for z in (a, b))
+    assert dot(a, b).item() == pytest.approx((x.conj() * y).sum().real.item(), rel=1e-4, abs=1e-5)
+    assert dot(a.conj(), b).item() == pytest.approx((x * y).sum().real.item(), rel=1e-4, abs=1e-5)
+    assert squared_distance(a, b).item() == pytest.approx((x - y).abs().square().sum().item())
+    assert dot(a, b.real).item() == pytest.approx((x.real * y.real).sum().item(), rel=1e-4, abs=1e-5)
+
+
+def test_spread_elements_of_complex_numbers_are_pairs():
+    x = torch.complex(torch.arange(12.0), -torch.arange(12.0))
+    assert spread_elements(x, 5).tolist() == [[0, 0], [5, -5], [10, -10]]

@@ -85,3 +85,10 @@ def test_unsuitable_arguments_are_refused():
     for arguments in ((0.0, None), (1.1, None), (0.9, "other")):
         with pytest.raises(ConfigError, match="compat"):
             intrinsic_dimension(torch.eye(2), *arguments)
+
+
+def test_constant_batches_of_different_sizes_have_no_variance():
+    parts = [Scatter.of(torch.full((n, 3), 0.1, dtype=torch.float64)) for n in (7, 10, 0, 1)]
+    covariance = (parts[0] + parts[1] + parts[2] + parts[3]).covariance()
+    assert not covariance.any()
+    assert math.isnan(intrinsic_dimension(covariance))

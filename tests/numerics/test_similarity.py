@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.representation import centred_kernels, cka_of_hsic, to_rows
+from ikkuna.numerics.representation import Scatter, centred_kernels, cka_of_hsic, principal_basis, to_rows
 
 
 def random(*shape, seed=0):
@@ -151,3 +151,19 @@ def test_products_that_torch_may_round_further_are_made_in_double_precision():
         assert torch.equal(centred_kernels([x]), expected)
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("shape", [(50, 4), (10, 5, 4), (10, 4, 5, 1), (50,)])
+def test_the_parts_of_complex_numbers_are_two_features(shape):
+    x = torch.complex(random(*shape), 5 * random(*shape, seed=1))
+    y = torch.complex(x.real, 5 * random(*shape, seed=2))
+    pairs = [torch.stack([to_rows(z.real), to_rows(z.imag)], -1).flatten(1) for z in (x, y)]
+    assert [to_rows(z).equal(pair) for z, pair in zip((x, y), pairs, strict=True)] == [True, True]
+    assert linear_cka(to_rows(x), to_rows(y)).item() == linear_cka(*pairs).item() < 0.9
+
+
+def test_kernels_and_bases_take_complex_rows():
+    x = torch.complex(random(50, 4), random(50, 4, seed=1))
+    assert centred_kernels([x]).equal(centred_kernels([to_rows(x)]))
+    assert principal_basis(x, 1).shape == (50, 8)
+    assert Scatter.of(x).covariance().equal(Scatter.of(to_rows(x)).covariance())

@@ -244,3 +244,17 @@ def test_bad_kernels():
         conv_operator_norm(torch.ones(3, 3), 4)
     with pytest.raises(ConfigError, match="as many positive sizes"):
         conv_operator_norm(torch.ones(1, 1, 3, 3), (4,))
+
+
+def test_the_norm_of_a_complex_matrix():
+    x = torch.randn(6, 5, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    sigma, residual, start = spectral_norm(x.conj())
+    assert sigma.item() == pytest.approx(torch.linalg.matrix_norm(x, 2).item(), rel=1e-5)
+    assert residual < 1e-3
+    assert spectral_norm(x.conj(), start)[0].item() == pytest.approx(sigma.item(), rel=1e-5)
+
+
+def test_the_operator_norm_of_a_complex_kernel():
+    kernel = torch.randn(3, 2, 3, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
+    by_frequency = np.fft.fft(kernel.numpy(), 7).transpose(2, 0, 1)
+    assert conv_operator_norm(kernel, 7).item() == pytest.approx(np.linalg.svd(by_frequency)[1].max())

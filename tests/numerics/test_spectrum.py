@@ -225,3 +225,11 @@ def test_the_distance_is_that_of_scipy():
     law = stats.pareto(fit.alpha - 1, scale=fit.x_min)
     assert fit.ks_distance == pytest.approx(stats.kstest(tail, law.cdf).statistic, rel=1e-9)
     assert fit.alpha == pytest.approx(1 + 1 / np.mean(np.log(tail / fit.x_min)), rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_the_singular_values_of_a_complex_matrix(dtype):
+    x = torch.complex(random(2, 5, 3, 2), random(2, 5, 3, 2, seed=1)).to(dtype)
+    np.testing.assert_allclose(
+        singular_values_of_each(x), np.linalg.svd(x.reshape(2, 5, 6).to(torch.complex128).numpy())[1], rtol=1e-6
+    )

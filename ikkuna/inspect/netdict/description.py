@@ -5,12 +5,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.elements import CHUNK, as_float64, flatten, readable
+from ikkuna.numerics.elements import CHUNK, as_float64, as_reals, dense, flatten, readable
 from ikkuna.numerics.statistics import Record, merge, needed_fields
 from ikkuna.numerics.statistics.host import measure
 from ikkuna.numerics.statistics.record import NORMS
@@ -162,7 +161,9 @@ def _align(rows: list[list[str]]) -> str:
 
 
 def power_norm(tensors: Sequence[Tensor], p: float) -> float:
-    r"""Return :math:`(\sum |x_i|^p)^{1/p}` over all elements of `tensors`; 0 for no elements, NaN if one is not finite.
+    r"""Return :math:`(\sum |x_i|^p)^{1/p}` over all elements of `tensors`; 0 for no elements, NaN if one is NaN.
+
+    An infinite element makes it infinite; that of order 0 is NaN then.
 
     Examples
     --------
@@ -171,31 +172,59 @@ def power_norm(tensors: Sequence[Tensor], p: float) -> float:
     """
     if math.isnan(p) or -math.inf < p < 0:
         raise ConfigError(f"the order of a norm must be positive, 0, inf or -inf, got {p}")
-    if not sum(tensor.numel() for tensor in tensors):
+    fields, norm = NORMS.get(p, ((), ""))
+    record = record_of(tensors, ("min", "max", *fields))
+    if not record.n:
         return 0.0
-    if p in NORMS:
-        fields, norm = NORMS[p]
-        return float(getattr(record_of(tensors, fields), norm))
-    if p == -math.inf:
-        return min(float(chunk.abs().min()) for tensor in tensors for chunk in _chunks(tensor))
-    total = math.fsum(float(chunk.abs().pow(p).sum()) for tensor in tensors for chunk in _chunks(tensor))
-    return float(total ** (1 / p))
+    largest = max(abs(record.min or 0.0), abs(record.max or 0.0))
+    if math.isnan(largest) or (p > 0 and not 0 < largest < math.inf):
+        return largest
+    if norm:
+        return float(getattr(record, norm))
+    parts = (part.abs() for tensor in tensors for part in _chunks(tensor))
+    if p < 0:
+        return min(float(part.min()) for part in parts)
+    total = math.fsum(float((part / largest).pow(p).sum()) for part in parts)  # a power of the elements could vanish
+    return float(largest * total ** (1 / p))
 
 
-def inner_product(a: Any, b: Any) -> float:
-    """Return the sum of elementwise products of two tensors (or numbers) that can be broadcast to one shape."""
-    if not isinstance(a, Tensor) and not isinstance(b, Tensor):
-        return float(a * b)
-    shape = np.broadcast_shapes(np.shape(a), np.shape(b))
-    left, right = (torch.as_tensor(x).expand(shape).reshape(-1) for x in (a, b))
+def broadcast(a: Any, b: Any) -> tuple[Tensor, Tensor]:
+    """Return two tensors (or numbers) as strided tensors of one shape; numbers become float64.
+
+    Examples
+    --------
+    >>> [x.tolist() for x in broadcast(torch.ones(2), 0.1)]
+    [[1.0, 1.0], [0.1, 0.1]]
+    """
+    left, right = torch.broadcast_tensors(dense(as_tensor(a)), dense(as_tensor(b)))
+    return left, right
+
+
+def as_tensor(value: Any) -> Tensor:
+    """Return a tensor as it is, and a number as a float64 tensor on the host.
+
+    Examples
+    --------
+    >>> as_tensor(0.1).item()
+    0.1
+    """
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
+
+
+def inner_product(a: Tensor, b: Tensor) -> float:
+    r"""Return the real part of :math:`\sum_i \bar a_i b_i` of two tensors of one shape."""
+    if a.is_complex() or b.is_complex():
+        a, b = (as_reals(x.to(torch.complex128)) for x in (a, b))
+    left, right = a.reshape(-1), b.reshape(-1)
     count = left.numel() // CHUNK + 1
     pairs = zip(left.chunk(count), right.chunk(count), strict=True)
     return math.fsum(float(torch.dot(as_float64(x), as_float64(y))) for x, y in pairs)
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
-    read = readable(tensor)
-    if read is not None:
-        flat = flatten(read[0])
-        for chunk in flat.chunk(flat.numel() // CHUNK + 1):
-            yield as_float64(chunk)
+    """Yield all elements in float64; the zeros that are not stored are one."""
+    values, implied = readable(tensor) or (torch.empty(0, device="cpu"), 0)
+    flat = flatten(values)
+    yield from (as_float64(chunk) for chunk in flat.split(CHUNK) if chunk.numel())
+    if implied:
+        yield flat.new_zeros(1)

@@ -18,6 +18,8 @@ from torch import Tensor
 from ikkuna.errors import ConfigError, SnapshotError
 from ikkuna.inspect.netdict.description import (
     Description,
+    as_tensor,
+    broadcast,
     columns_of,
     fields_of,
     inner_product,
@@ -247,7 +249,8 @@ class NetDict(Mapping[str, Any]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mapping) or set(self) != set(other):
             return False
-        return all(torch.equal(torch.as_tensor(value), torch.as_tensor(other[name])) for name, value in self.items())
+        right = NetDict(other, copy=False)
+        return all(torch.equal(as_tensor(value), as_tensor(right[name])) for name, value in self.items())
 
     __hash__ = None  # type: ignore[assignment]  # like every mapping
 
@@ -267,9 +270,10 @@ class NetDict(Mapping[str, Any]):
             only = [f"only on the left: {name}" for name in self if name not in other]
             only += [f"only on the right: {name}" for name in other if name not in self]
             raise ConfigError(f"both sides need the same names; {'; '.join(only[:6])}")
+        right = other if isinstance(other, NetDict) else NetDict(other, copy=False)
         for name in self:
-            _check_shapes(name, self[name], other[name])
-        return {name: (self[name], other[name]) for name in self}
+            _check_shapes(name, self[name], right[name])
+        return {name: (self[name], right[name]) for name in self}
 
     def _combine(self, other: Any, function: Callable[[Any, Any], Any]) -> "NetDict":
         if isinstance(other, Mapping):
@@ -319,17 +323,15 @@ class NetDict(Mapping[str, Any]):
 
     def sqrt(self) -> "NetDict":
         """Return the square roots."""
-        return self._combine(
-            0, lambda a, _: a.sqrt() if isinstance(a, Tensor) else _float(torch.tensor(a, device="cpu").sqrt())
-        )
+        return self._combine(0, lambda a, _: _like(a, as_tensor(a).sqrt()))
 
     def sign(self) -> "NetDict":
-        """Return -1, 0 or 1 for every element."""
-        return self._combine(0, lambda a, _: a.sign() if isinstance(a, Tensor) else (a > 0) - (a < 0))
+        """Return -1, 0 or 1 for every element; NaN for NaN."""
+        return self._combine(0, lambda a, _: _like(a, torch.where((x := as_tensor(a)).isnan(), x, x.sign())))
 
     def clip(self, min: float | None = None, max: float | None = None) -> "NetDict":
         """Return every element limited to the range from `min` to `max`."""
-        return self._combine(0, lambda a, _: _like(a, torch.clamp(torch.as_tensor(a), min, max)))
+        return self._combine(0, lambda a, _: _like(a, torch.clamp(as_tensor(a), min, max)))
 
     def at(self, index: int) -> Any:
         """Return the value at a position."""
@@ -360,9 +362,7 @@ class NetDict(Mapping[str, Any]):
 
     def tensors(self) -> list[Tensor]:
         """Return the values as tensors; numbers become float64 tensors."""
-        return [
-            v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float64, device="cpu") for v in self.values()
-        ]
+        return [as_tensor(value) for value in self.values()]
 
     def _layerwise(self, compute: Callable[["NetDict"], float]) -> "NetDict":
         values = {name: compute(NetDict({name: value}, copy=False)) for name, value in self.items()}
@@ -379,7 +379,9 @@ class NetDict(Mapping[str, Any]):
         return self._statistic("num_params", layerwise)
 
     def norm(self, p: float = 2, layerwise: bool = False) -> Any:
-        r"""Return :math:`(\sum |x_i|^p)^{1/p}` over all elements; 0 if there are none.
+        r"""Return :math:`(\sum |x_i|^p)^{1/p}` over all elements; 0 if there are none, NaN if one is NaN.
+
+        An infinite element makes it infinite; that of order 0 is NaN then.
 
         Parameters
         ----------
@@ -425,27 +427,30 @@ class NetDict(Mapping[str, Any]):
 
     def percentile(self, q: Any = SIGMA, layerwise: bool = False) -> Any:
         """Return the percentile `q`, or a list of percentiles, of all elements; layerwise only one percentile."""
+        single = np.ndim(q) == 0
+        if layerwise and not single:
+            raise ConfigError(f"percentile(layerwise=True) needs one percentile, such as q=50, got {q!r}")
         if layerwise:
-            return self._layerwise(lambda one: float(one.percentile(q)))
-        single = isinstance(q, int | float)
+            return self._layerwise(lambda one: one.percentile(q))
         cuts = percentiles(self.tensors(), [q] if single else q)
         return cuts[0] if single else cuts
 
     def dot(self, other: Mapping[str, Any], layerwise: bool = False) -> Any:
-        """Return the inner product with a mapping of the same names, accumulated in float64."""
-        pairs = self.paired(other)
-        products = {name: inner_product(*pair) for name, pair in pairs.items()}
+        r"""Return the inner product with a mapping of the same names, accumulated in float64.
+
+        That of complex numbers is the real part of :math:`\sum_i \bar a_i b_i`.
+        """
+        products = {name: inner_product(*broadcast(*pair)) for name, pair in self.paired(other).items()}
         return NetDict(products, copy=False) if layerwise else math.fsum(products.values())
 
     def cosine(self, other: Mapping[str, Any], layerwise: bool = False) -> Any:
-        r"""Return :math:`\langle a, b \rangle / (\|a\| \|b\|)`; NaN if one of the norms is 0."""
-        right = other if isinstance(other, NetDict) else NetDict(other, copy=False)
+        r"""Return :math:`\langle a, b \rangle / (\|a\| \|b\|)`, the inner product of :meth:`dot`; NaN if one of the norms is 0."""
+        pairs = {name: broadcast(*pair) for name, pair in self.paired(other).items()}
+        left, right = (NetDict({name: pair[i] for name, pair in pairs.items()}, copy=False) for i in (0, 1))
         if layerwise:
-            return NetDict(
-                {k: NetDict({k: self[k]}, copy=False).cosine({k: right[k]}) for k in self.paired(right)}, copy=False
-            )
-        length = self.norm(2) * right.norm(2)
-        return self.dot(right) / length if length > 0 else math.nan
+            return NetDict({k: NetDict({k: left[k]}, copy=False).cosine({k: right[k]}) for k in left}, copy=False)
+        length = left.norm(2) * right.norm(2)
+        return left.dot(right) / length if length > 0 else math.nan
 
     def describe(
         self,

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from ikkuna.errors import ConfigError
 from ikkuna.inspect.netdict.description import Description
 from ikkuna.inspect.netdict.net_dict import NetDict, Pattern
-from ikkuna.numerics.elements import as_float64
+from ikkuna.numerics.elements import as_float64, as_reals, has_fractions
 from ikkuna.numerics.noise import NoiseScale, fit_noise_scale, noise_scale
 from ikkuna.support.modules import named_parameters
 
@@ -133,7 +133,7 @@ def get_grad(
     model : nn.Module
         The model; wrappers do not appear in the names.
     missing : {'skip', 'zeros', 'nan'}
-        For a parameter without gradient, return nothing, zeros or NaN.
+        For a parameter without gradient, return nothing, zeros or NaN.  Integers, which cannot have one, are left out.
     cpu, device, dtype : bool, str or torch.device, torch.dtype
         As for :func:`get_weight`.
 
@@ -148,7 +148,7 @@ def get_grad(
     for name, parameter in _parameters(model):
         if parameter.grad is not None:
             values[name] = parameter.grad
-        elif missing != "skip":
+        elif missing != "skip" and has_fractions(parameter):
             values[name] = torch.full_like(parameter, 0.0 if missing == "zeros" else torch.nan)
     return NetDict(values, device=_target_device(cpu, device), dtype=dtype)
 
@@ -164,18 +164,26 @@ def get_optimizer_state(
 ) -> NetDict:
     """Return a copy of one state of the optimizer, by the name of the parameter that it belongs to.
 
-    Parameters without this state are left out.  The optimizer is not changed.
+    Parameters without this state are left out, and so is a state with more elements than its parameter: LBFGS
+    stores what belongs to all parameters with the first one.  The optimizer is not changed.
 
     Raises
     ------
     KeyError
         If no parameter has this state; the message lists the existing states.
     """
-    states = {name: optimizer.state.get(p, {}) for name, p in _parameters(model)}  # indexing would add an entry
+    states = {  # indexing would add an entry
+        name: {word: value for word, value in optimizer.state.get(p, {}).items() if _belongs_to(p, value)}
+        for name, p in _parameters(model)
+    }
     found = {name: state[key] for name, state in states.items() if state.get(key) is not None}
     if not found:
         raise KeyError(_no_state(key, states, type(optimizer).__name__))
     return NetDict(found, device=_target_device(cpu, device), dtype=dtype)
+
+
+def _belongs_to(parameter: Tensor, value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.numel() <= max(1, parameter.numel())
 
 
 def _no_state(key: str, states: Mapping[str, Mapping[str, Any]], optimizer: str) -> str:
@@ -325,13 +333,13 @@ def _squared_norms(
     closure: Callable[[], Tensor], parameters: list[nn.Parameter], num_iters: int, scale: float
 ) -> Iterable[tuple[float, float]]:
     """Yield the squared norm of the gradient of each micro-batch, and of the mean gradient of all so far."""
-    total = [as_float64(torch.zeros_like(p)) for p in parameters]
+    total = [as_float64(torch.zeros_like(as_reals(p))) for p in parameters]
     for i in range(num_iters):
         gradients = _gradients(closure(), parameters)
         small = 0.0
         for accumulated, gradient in zip(total, gradients, strict=True):
             if gradient is not None:
-                exact = as_float64(gradient) * scale
+                exact = as_float64(as_reals(gradient)) * scale
                 accumulated += exact
                 small += float((exact * exact).sum())
         yield small, math.fsum(float((t * t).sum()) for t in total) / (i + 1) ** 2

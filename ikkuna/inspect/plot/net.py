@@ -186,12 +186,14 @@ def net_heatmap(
 ) -> NotebookFigure:
     """Draw an image of each tensor: rows are the first axis, columns all other axes; a vector is one row.
 
+    A tensor without elements has no image.
+
     `norm` is as for :func:`~ikkuna.inspect.plot.images.features_2d`; ``None`` means the largest magnitude of each tensor on
     both sides of 0.
     """
-    arrays = {name: to_array(value) for name, value in net.items()}
+    arrays = {name: array for name, value in net.items() if (array := to_array(value)).size}
     if not arrays:
-        raise ConfigError("there is no data to draw: no tensor is selected")
+        raise ConfigError("there is no data to draw: no tensor with elements is selected")
     shown = {name: a.reshape(1, -1) if a.ndim < 2 else a.reshape(len(a), -1) for name, a in arrays.items()}
     style = Style.of(style_options)
     figure, axes = create_panels(style, len(shown), None, False, _size(len(shown)))

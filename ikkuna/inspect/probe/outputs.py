@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from ikkuna.errors import ConfigError
 from ikkuna.inspect.probe.capture import Call, LayerId, capture, find_layers, first_tensor
+from ikkuna.numerics.elements import has_fractions
 from ikkuna.support.modules import class_name, named_parameters
 from ikkuna.support.undisturbed import as_tensor, isolated, run_model, without_replica_wrappers
 
@@ -331,7 +332,7 @@ def _checked(loss: Any) -> Tensor:
 
 
 def _of_weights(chosen: list[tuple[str, nn.Module]], run: Callable[[], Tensor]) -> dict[str, Any]:
-    named = {name: dict(named_parameters(module)) for name, module in chosen}
+    named = {name: {key: p for key, p in named_parameters(module) if has_fractions(p)} for name, module in chosen}
     flat = list({id(p): p.requires_grad_() for group in named.values() for p in group.values()}.values())
     loss = _checked(run())
     gradients = torch.autograd.grad(loss, flat, allow_unused=True) if flat else ()

@@ -346,7 +346,8 @@ def channel_correlation(x: Any, channel_axis: int = -1) -> Tensor:
     channels = _by_channel(x, channel_axis)
     if channels.shape[1] < 2:
         raise ConfigError(f"a correlation needs at least 2 values in each channel, got {channels.shape[1]}")
-    centered = channels - channels.mean(axis=1, keepdims=True)
+    centered = channels - channels[:, :1]  # this makes a constant channel exactly 0
+    centered = centered - centered.mean(axis=1, keepdims=True)
     lengths = np.sqrt((centered * centered).sum(axis=1))
     lengths[lengths == 0] = np.nan
     unit = centered / lengths[:, None]
