@@ -203,7 +203,8 @@ class NonFiniteSubscriber(PlotSubscriber):
 
     Takes any kind with a tensor, and other subscribers' results; publishes ``{kind}_nonfinite``, a count, at least 0.
     Over several calls and micro-batches it is the count over all of them; for a loss it is 0 or 1.
-    Unlike other metrics it also publishes for steps that a gradient scaler skipped, because such elements are why it skips them.
+    Unlike other metrics it also publishes for steps that a gradient scaler skipped, because such elements are why it skips them;
+    these have the number of the step that follows, which then has several values.
     An empty tensor publishes nothing.
 
     Without a `kind` it takes every kind of a step and names the *producer*:

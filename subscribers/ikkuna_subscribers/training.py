@@ -166,7 +166,7 @@ class SpeedSubscriber(PlotSubscriber):
 
     A step lasts from the end of the previous step to its own end, waiting for data included, in wall-clock time.
     The first step has no previous one and publishes only its memory.  Steps between samples are not measured.
-    A device works asynchronously: there single steps may be wrong, while their mean is right.
+    A device works asynchronously: there single steps may be wrong, while their mean is right.  Skipped steps publish nothing.
 
     Takes ``batch_finished``, and the number of samples from ``input_data``; publishes ``step_seconds``, ``samples_per_second``,
     ``monitor_share``, between 0 and 1, and ``peak_memory``, in bytes.
@@ -212,6 +212,8 @@ class SpeedSubscriber(PlotSubscriber):
             self._samples.add(message)
             return
         samples, calls = self._samples.take()
+        if message.skipped:
+            return
         step_seconds, samples_per_second, monitor_share, peak_memory = self.publishes
         report = message.data or {}
         if (seconds := report.get("seconds", 0.0)) > 0:

@@ -87,6 +87,20 @@ def test_peak_memory_is_not_that_of_the_process_that_started_it():
     assert 1 << 26 < float(answer) < len(ballast)
 
 
+def test_a_step_that_a_scaler_skips_has_no_values():
+    recording, model = RecordingBackend(), nn.Linear(3, 1)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
+    with Exporter(message_bus=MessageBus(), on_error="raise") as exporter:
+        exporter.add_modules(model)
+        exporter.message_bus.register_subscriber(SpeedSubscriber(backend=recording))
+        for factor in (1.0, torch.inf, 1.0):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(8, 3)).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert [step for series, _, step in recording.values if series.kind == "peak_memory"] == [0, 1]
+
+
 def test_devices_have_series_of_their_own(clock, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
