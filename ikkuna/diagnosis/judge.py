@@ -80,6 +80,11 @@ class Alarm:
         """Whether the mistake lasts in no module, after enough judgements to know that."""
         return self.judged >= self._rule.patience and not any(place.active for place in self._places.values())
 
+    @property
+    def is_seen(self) -> bool:
+        """Whether the last judgement of a module has seen the mistake."""
+        return any(place.bad for place in self._places.values())
+
     def update(self, step: int, scores: Iterable[Score]) -> list[Raised]:
         """Return the modules whose scores have just been bad for long enough."""
         raised, is_judged = [], False
@@ -372,9 +377,9 @@ class Judge:
         due = self._due(changed, step)
         next_ones = [self._latest.get(rule, -rule.stride) + rule.stride for rule in self._deferred_rules]
         self._due_at = min(next_ones, default=step + 1)
-        new = self._decide(step)
         if not due:
-            return new
+            return self._decide(due, step)
+        new: list[Finding] = []
         raised = [(rule, found) for rule in self.rules if rule in due and (found := self._judge(rule, step))]
         for rule, places in raised:
             new += [finding for finding in self._findings(rule, places) if self._list.add(finding, step)]
@@ -382,6 +387,7 @@ class Judge:
             alarm = self._alarms.get(rule_name)  # a check before the first step has none
             if known.ended is None and alarm is not None and alarm.is_over:
                 self._list.end(rule_name, step)
+        new += self._decide(due, step)
         return [self._list.as_grave(finding) for finding in new if finding.rule in self._list.causes]
 
     def add_finding(self, finding: Finding, step: int) -> Finding | None:
@@ -397,12 +403,17 @@ class Judge:
         )
         return found if self._list.add(found, step) else None
 
-    def _decide(self, step: int) -> list[Finding]:
-        """Give findings the severity of their rules once the loss is known not to fall; return those that have become graver."""
+    def _decide(self, judged: set[Rule], step: int) -> list[Finding]:
+        """Give findings the severity of their rules once the loss is known not to fall; return those that have become graver.
+
+        A rule must see its mistake still, which it knows at its samples alone.
+        """
         if not self._undecided or (falls := self._history.loss_falls) is None:
             return []
-        graver = [] if falls else [self._list.aggravate(rule.name, rule.severity, step) for rule in self._undecided]
-        self._undecided.clear()
+        decided = set(self._undecided) if falls else self._undecided & judged
+        self._undecided -= decided
+        last = [rule for rule in self.rules if rule in decided and not falls and self._alarms[rule.name].is_seen]
+        graver = [self._list.aggravate(rule.name, rule.severity, step) for rule in last]
         return [finding for finding in graver if finding is not None]
 
     def _severity(self, rule: Rule, score: Score) -> str:

@@ -308,6 +308,24 @@ def test_two_optimizers_that_step_in_turn_leave_no_parameter_without_optimizer(b
     assert not exporter.findings
 
 
+@pytest.mark.parametrize(("added_at", "severity", "ended"), [(13, "warning", 30), (None, "error", None)])
+def test_a_layer_without_optimizer_is_an_error_only_while_it_has_none(bus, tmp_path, added_at, severity, ended):
+    """The loss is known not to fall at step 18, and which optimizer owns what at each tenth step."""
+    model, loss = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), nn.CrossEntropyLoss()
+    optimizer, generator = torch.optim.SGD(model[0].parameters(), 0.1), torch.Generator().manual_seed(0)
+    monitor = ikkuna.watch(model, loss, log_dir=tmp_path, verbosity=0)
+    for step in range(60):
+        if step == added_at:
+            optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.01})
+        optimizer.zero_grad()
+        x, y = torch.randn(16, 8, generator=generator), torch.randint(3, (16,), generator=generator)
+        loss(model(x), y).backward()
+        optimizer.step()
+    monitor.close()
+    [found] = [each for each in monitor.findings if each.rule == "not_in_optimizer"]
+    assert (found.severity, found.ended) == (severity, ended)
+
+
 def test_what_only_rules_need_is_measured_less_often_after_thirty_samples_and_not_shown(bus):
     backend, model = RecordingBackend(), small_model()
     exporter = Exporter(message_bus=bus, on_error="raise")

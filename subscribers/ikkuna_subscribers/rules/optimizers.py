@@ -1,5 +1,6 @@
 """Rules about what optimizers own, and tied weights."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -61,17 +62,22 @@ class NotInOptimizerRule(Rule, mistake=NOT_IN_OPTIMIZER):
     Cannot see: parameters of modules that are not observed; a run in which a step is made by hand.
     """
 
-    version = 2
+    version = 3
     needs = sources("unowned_parameters")
     uses = sources("weights_norm2", "weight_gradients_norm2")
     judged_on = frozenset(needs)
     patience = 2
 
     def scores(self, history: History) -> Iterator[Score]:
-        """Yield 1 for each parameter without an optimizer."""
-        for name, curve in history.fresh("unowned_parameters"):
-            is_written = _is_written_otherwise(history, name, curve.first_steps[0])
-            yield Score(curve.last if name and not is_written else 0.0, 1.0, name or None)
+        """Yield 1 for each parameter without an optimizer, and 0 for one that has got an optimizer."""
+        for name, curve in history.curves("unowned_parameters").items():
+            is_unowned = bool(name) and curve.step == history.step
+            is_silent = not is_unowned or _is_written_otherwise(history, name or "", curve.first_steps[0])
+            yield Score(0.0 if is_silent else curve.last, 1.0, name)
+
+
+_ROUNDING = 1e-6
+"""Norms of one weight differ by less than this, relatively: other statistics of a step add the squares in another order."""
 
 
 def _is_written_otherwise(history: History, name: str, since: int) -> bool:
@@ -81,7 +87,9 @@ def _is_written_otherwise(history: History, name: str, since: int) -> bool:
         other: c for other, c in history.curves("weights_norm2").items() if history.network.module(other) == module
     }
     is_written = any(
-        step >= since and value != curve.last for curve in weights.values() for step, value in curve.kept().items()
+        step >= since and not math.isclose(value, curve.last, rel_tol=_ROUNDING)
+        for curve in weights.values()
+        for step, value in curve.kept().items()
     )
     return is_written or bool(gradients and weights and not weights.keys() & gradients.keys())
 
