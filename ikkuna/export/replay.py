@@ -361,6 +361,9 @@ def check_fits(dump: Dump, model: nn.Module, state: dict[str, Any], optimizers: 
     if stored_optimizers and len(stored_optimizers) != len(optimizers):
         raise DumpError(f"the dump has the states of {len(stored_optimizers)} optimizers, got {len(optimizers)}")
     for stored, optimizer in zip(stored_optimizers, optimizers, strict=False):
+        own_class = type(optimizer).__name__
+        if (known := stored.get("class", own_class)) != own_class:
+            raise DumpError(f"the optimizer of the dump is of the class {known}, got {own_class}")
         sizes = [len(group["params"]) for group in stored["param_groups"]]
         own_sizes = [len(group["params"]) for group in optimizer.param_groups]
         if sizes != own_sizes:
@@ -368,10 +371,12 @@ def check_fits(dump: Dump, model: nn.Module, state: dict[str, Any], optimizers: 
 
 
 def restore_state(model: nn.Module, state: dict[str, Any], optimizers: list[Optimizer]) -> None:
-    """Overwrite parameters, buffers, gradients, modes, and optimizer states."""
-    with torch.no_grad():
+    """Overwrite parameters, buffers, gradients, modes, which parameters are frozen, and optimizer states."""
+    with torch.no_grad(), _explained("the state of the model cannot be restored"):
         for name, parameter in model.named_parameters():
             parameter.copy_(state["parameters"][name])
+            if "frozen" in state:
+                parameter.requires_grad_(name not in state["frozen"])
             gradient = state["gradients"].get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
         for name, buffer in model.named_buffers():
@@ -388,8 +393,8 @@ def restore_state(model: nn.Module, state: dict[str, Any], optimizers: list[Opti
 def _renamed(state: dict[str, Any], model: nn.Module, names: Mapping[str, str]) -> dict[str, Any]:
     """Return the state of a dump under the names of a model, which are aligned by their order.
 
-    What belongs to the program stays the program's own: modes, buffers that are not persistent, and the options of optimizers
-    (a replay sets their learning rates for each step).
+    What belongs to the program stays the program's own: modes, frozen parameters, buffers that are not persistent, and the classes and
+    options of optimizers (a replay sets their learning rates for each step).
     """
     stored: dict[str, str] = {}  # the name in the dump by the own name
     found, given = dict(state), set(names.values())
@@ -406,9 +411,11 @@ def _renamed(state: dict[str, Any], model: nn.Module, names: Mapping[str, str]) 
     persistent = model.state_dict().keys()
     found["buffers"] |= {name: own for name, own in model.named_buffers() if name not in persistent}
     found["evaluated"] = [name for name, module in model.named_modules() if not module.training]
+    found["frozen"] = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     kept_groups = [[{"params": group["params"]} for group in one["param_groups"]] for one in state["optimizers"]]
     found["optimizers"] = [
-        {**one, "param_groups": groups} for one, groups in zip(state["optimizers"], kept_groups, strict=True)
+        {"state": one["state"], "param_groups": groups}
+        for one, groups in zip(state["optimizers"], kept_groups, strict=True)
     ]
     return found
 

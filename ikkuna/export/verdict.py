@@ -25,7 +25,12 @@ from ikkuna.support.torch_internals import pytree
 
 _REPEATS = 3
 _PAST = 64  # losses
-_LESS = 0.6  # of the excess of the loss, with half the rate
+_LESS = 0.6  # of the excess of the loss, with smaller updates
+_RISEN = 4.0  # the rate, over its median before
+_RECENT, _OTHERS = 16, 4  # losses, batches
+_LOW = 0.1  # of the excess of the loss, in other batches
+_FEW = 1 / 8  # of the rows of the batch
+_MOST = 0.75  # of the parameters
 _NAMED = 5
 
 _SENTENCES = {
@@ -35,6 +40,11 @@ _SENTENCES = {
     "device": "the machine computed other numbers than the recorded step gives",
     "software": "the program is not deterministic, and the loss jumps in some of its runs",
     None: "the evidence does not decide",
+}
+_UNCERTAIN = _SENTENCES | {
+    "state": f"{_SENTENCES['state']}, or the loop's step is not the one of the replay",
+    "rate": f"{_SENTENCES['rate']}: their learning rate is too high, or the state of the optimizer is damaged",
+    "device": f"a setting that is not in the dump was changed in Python, such as a dropout rate, or {_SENTENCES['device']}",
 }
 
 
@@ -73,8 +83,9 @@ class Verdict:
     def sentence(self) -> str:
         """The verdict in one sentence."""
         rows = ", ".join(f"row {row.number} ({row.name})" for row in self.rows)
-        chance = "" if self.is_certain or self.cause is None else "probably "
-        return printable(f"step {self.step}: {chance}{_SENTENCES[self.cause]}{f': {rows}' if rows else ''}")
+        is_open = self.is_certain or self.cause is None
+        text = _SENTENCES[self.cause] if is_open else f"probably {_UNCERTAIN[self.cause]}"
+        return printable(f"step {self.step}: {text}{f': {rows}' if rows else ''}")
 
     def __str__(self) -> str:
         lines = [*(f"  setting: {text}" for text in self.settings), *(f"  {text}" for text in self.evidence)]
@@ -94,15 +105,18 @@ def verdict(
     ========================================  ==========================================================
     the batch runs                            what it shows
     ========================================  ==========================================================
-    3 times on the recorded state             no jump: the device; jumps sometimes: software
-    on the state before it                    jumps: the batch
-    after the steps from the state before     no jump: the recorded state is not what the steps compute
-    the same with half the learning rate      the excess falls to 60 % or less: the rate
+    3 times on the recorded state             no jump: a setting, or the device; jumps sometimes: software
+    on the state before it                    jumps: the batch, if the state is not damaged
+    other batches on the recorded state       at most a tenth of the excess: the state is not damaged
     without the rows that stand out           no jump: these rows
+    after the steps from the state before     no jump: the recorded state is not what the steps compute
+    the same with smaller updates             the excess falls to 60 % or less: the updates
     ========================================  ==========================================================
 
     A loss jumps if it is not finite, or if its spike score after the losses before is above 10, see
     `ikkuna.numerics.spike_score.SpikeScore`.  If the recorded state differs from the computed one in a single bit, the cause is the device.
+    A batch is certain only if at most an eighth of its rows explain the jump, and the losses of the last 16 steps were low as well;
+    a rate only if it was above 4 times its median of the steps before; a state only if less than 3/4 of the parameters differ.
 
     Parameters
     ----------
@@ -154,11 +168,12 @@ class _Trial:
         self._before, self._steps_before = self._read_before()
         losses = dump.losses
         self._loss = losses.get(dump.step, float("nan"))
-        past = [value for step, value in losses.items() if step < dump.step]
+        self._past = [value for step, value in losses.items() if step < dump.step]
         self._score = SpikeScore()
-        for value in past:
+        for value in self._past:
             self._score.add(value)
-        self._center = float(np.nanmedian(past[-_PAST:])) if np.isfinite(past).any() else float("nan")
+        self._center = float(np.nanmedian(self._past[-_PAST:])) if np.isfinite(self._past).any() else float("nan")
+        self._rise = self._risen_by()
         self._evidence: list[str] = []
         self._differing = _differing_settings(dump)
         self._settings = self._differing + _open_settings(run)
@@ -174,6 +189,17 @@ class _Trial:
             return None, []
         check_fits(self._dump, self._run.model, before, self._optimizers)
         return before, steps
+
+    def _risen_by(self) -> float:
+        """Return how many times its median before the learning rate was since the state before, in the group where it rose most."""
+        steps, rates = (self._dump.rows[name] for name in ("log_steps", "learning_rates"))
+        first = (self._before or self._state)["step"]
+        since, before = rates[(first <= steps) & (steps < self._dump.step)], rates[steps < first]
+        if not len(since) or not len(before):
+            return 1.0
+        with np.errstate(all="ignore"):
+            rises = since.max(axis=0) / np.median(before, axis=0)
+        return float(np.nan_to_num(rises, nan=1.0, posinf=np.inf).max(initial=1.0))
 
     # -- replays --------------------------------------------------------------------------------------------------
 
@@ -237,23 +263,54 @@ class _Trial:
     def _of_inputs(self) -> Verdict:
         if self._before is None:
             self._evidence.append("the dump has no state before the recorded one")
-            rows = self._rows()
-            return self._result("row", False, rows) if rows else self._result(None, False)
+            return self._of_batch(False)
         alone = self._again(self._before, self._steps[-1:]).loss[1]
         self._say(f"on the state before step {self._before['step']}", alone)
         if self._jumps(alone):
-            rows = self._rows()
-            return self._result("row", True, rows)
+            return self._of_batch(self._others_are_low(alone))
         computed = self._again(self._before, self._steps_before).loss[1]
         self._say(f"after the steps from {self._before['step']} on", computed)
         if not self._jumps(computed):
             return self._result(*self._of_changed_state())
-        half = self._again(self._before, self._steps_before, 0.5).loss[1]
-        self._say("the same with half the learning rate", half)
-        excess = (half - self._center) / (computed - self._center) if np.isfinite(half) else 1.0
-        if np.isfinite(computed) and excess > _LESS:
-            return self._result("state", False)
-        return self._result("rate", np.isfinite(half))
+        return self._of_updates(computed)
+
+    def _of_batch(self, are_others_low: bool) -> Verdict:
+        """Return the verdict of a batch with a high loss: certain if other batches have a low one, and few rows have all of it."""
+        if not are_others_low and self._has_risen():
+            return self._result("rate", False)
+        rows = self._rows()
+        is_few = bool(rows) and len(rows) <= max(_FEW * sum(part.count for part in parts_of(self._steps[-1])), 1)
+        if not (are_others_low or is_few):
+            return self._result(None, False)
+        return self._result("row", are_others_low and is_few, rows)
+
+    def _others_are_low(self, alone: float) -> bool:
+        """Return whether other batches have a low loss on the recorded state, and had one in the steps before."""
+        others = self._steps_before[:-1][-_OTHERS:]
+        losses = [self._again(self._state, [*self._steps[:-1], batch]).loss[1] for batch in others]
+        recent = self._past[-_RECENT:]
+        highest = max(map(_or_infinite, recent + losses))
+        jump = min(_or_infinite(self._loss), _or_infinite(alone))
+        is_low = highest - self._center < _LOW * (jump - self._center)
+        self._evidence.append(
+            f"other batches, {len(losses)} on the recorded state and {len(recent)} in the steps before: loss at most {highest:.6g}, "
+            f"which is {'low' if is_low else 'not low, so that the state may be damaged'}"
+        )
+        return is_low
+
+    def _of_updates(self, computed: float) -> Verdict:
+        """Return the verdict of a loss that the steps before compute: whether it is lower after smaller updates."""
+        assert self._before is not None
+        factor = min(0.5, 1 / self._rise)
+        smaller = self._again(self._before, self._steps_before, factor).loss[1]
+        self._say(f"the same with {factor:.3g} times the learning rate", smaller)
+        is_higher = np.isfinite(computed) and smaller - self._center > _LESS * (computed - self._center)
+        is_lower, has_risen = bool(np.isfinite(smaller) and not is_higher), self._has_risen()
+        return self._result("rate" if is_lower or has_risen else None, is_lower and has_risen)
+
+    def _has_risen(self) -> bool:
+        self._evidence.append(f"the learning rate is {self._rise:.3g} times its median in the steps before")
+        return self._rise > _RISEN
 
     def _of_changed_state(self) -> tuple[str, bool]:
         """Compare the recorded state with the one that the steps before compute."""
@@ -268,7 +325,13 @@ class _Trial:
         differing = {name: bits for name, bits in differing.items() if bits}
         shown = listed([f"{name} in {bits} bits" for name, bits in differing.items()], 3)
         self._evidence.append(f"the recorded state differs from the computed one: {shown}")
-        return ("device" if sum(differing.values()) == 1 else "state"), bool(differing)
+        if sum(differing.values()) == 1:
+            return "device", True
+        if is_other := self._before.get("frozen") != self._state.get("frozen"):
+            self._evidence.append("other parameters are frozen than in the state before")
+        trained = sum(parameter.requires_grad for parameter in self._run.model.parameters())
+        changed = len(differing.keys() & self._state["parameters"].keys())
+        return "state", bool(differing) and not is_other and changed < _MOST * trained
 
     def _rows(self) -> tuple[RankedRow, ...]:
         """Return the rows that stand out, if the loss does not jump without them."""
@@ -295,6 +358,10 @@ class _Trial:
         rest = self._again(self._state, [*self._steps[:-1], batch | kept]).loss[1]
         self._say("without the rows that stand out", rest)
         return () if self._jumps(rest) else rows
+
+
+def _or_infinite(loss: float) -> float:
+    return loss if np.isfinite(loss) else np.inf
 
 
 def _named(state: dict[str, Any]) -> dict[str, Tensor]:

@@ -296,11 +296,12 @@ def _copy_to_host(tensor: Tensor) -> Tensor:
 
 
 def copy_state(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
-    """Return copies of parameters, buffers and optimizer states, and the names of the modules in evaluation mode."""
+    """Return copies of what a step changes, and the names of frozen parameters and of modules in evaluation mode."""
     return {  # copy_values() detaches tensors, so that autograd need not be off
         "parameters": {name: copy_values(value) for name, value in model.named_parameters()},
         "buffers": {name: copy_values(value) for name, value in model.named_buffers()},
         "evaluated": [name for name, module in model.named_modules() if not module.training],
+        "frozen": [name for name, value in model.named_parameters() if not value.requires_grad],
         "gradients": {
             name: copy_values(value.grad) for name, value in model.named_parameters() if value.grad is not None
         },
@@ -317,14 +318,14 @@ def _size_of_state(model: nn.Module, optimizers: list[Optimizer]) -> int:
 
 
 def _copy_optimizer(optimizer: Optimizer) -> dict[str, Any]:
-    """Return a copy of an optimizer's state by the numbers of its parameters, and what is plain in its groups."""
+    """Return a copy of an optimizer's state by the numbers of its parameters, what is plain in its groups, and its class."""
     numbers = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     groups = []
     for group in optimizer.param_groups:
         plain = {key: value for key, value in group.items() if isinstance(value, (*_PLAIN, Tensor, tuple))}
         groups.append(copy_values(plain) | {"params": [numbers[id(p)] for p in group["params"]]})
     states = {numbers[id(p)]: copy_values(dict(state)) for p, state in optimizer.state.items() if id(p) in numbers}
-    return {"state": states, "param_groups": groups}
+    return {"state": states, "param_groups": groups, "class": type(optimizer).__name__}
 
 
 def _clone(tensor: Tensor) -> Tensor:

@@ -76,10 +76,13 @@ _OPTIMIZER = checks.record(
     {
         "state": checks.map_of(checks.map_of(checks.plain), checks.integer()),
         "param_groups": checks.list_of(checks.record({"params": checks.list_of(checks.integer())})),
-    }
+    },
+    {"class": checks.text},
 )
 _TENSORS = {name: checks.map_of(tensor) for name in ("parameters", "buffers", "gradients")}
-_STATE = checks.record({"step": _STEP, **_TENSORS, "evaluated": _TEXTS, "optimizers": checks.list_of(_OPTIMIZER)})
+_STATE = checks.record(
+    {"step": _STEP, **_TENSORS, "evaluated": _TEXTS, "optimizers": checks.list_of(_OPTIMIZER)}, {"frozen": _TEXTS}
+)
 _CONTENT = {
     "state.pt": _STATE,
     "state_before.pt": _STATE,

@@ -209,6 +209,57 @@ def test_a_wider_layer_and_another_dtype_are_refused(tmp_path):
         ikkuna.replay(dump, model=build)
 
 
+def test_an_optimizer_of_another_class_is_refused(tmp_path):
+    dump = train(tmp_path)[0]
+    parts = build()
+    parts["optimizer"] = torch.optim.SGD(parts["model"].parameters(), 1e-2)
+    with pytest.raises(DumpError, match="the optimizer of the dump is of the class Adam, got SGD"):
+        ikkuna.replay(dump, **parts)
+
+
+def frozen_dump(log_dir, **options):
+    """Train a model whose first layer is frozen until the loop unfreezes it; return the dump of the last step."""
+    model, loss, optimizer = frozen().values()
+    monitor = ikkuna.watch(model, loss=loss, log_dir=log_dir, recorder=RecorderOptions(**options), verbosity=0)
+    for step in range(20):
+        model[0].requires_grad_(step > 5)
+        optimizer.zero_grad()
+        loss(model(X[step : step + 32]), Y[step : step + 32]).backward()
+        optimizer.step()
+    path = monitor.dump()
+    monitor.close()
+    return path
+
+
+def frozen():
+    parts = build()
+    parts["model"][0].requires_grad_(False)
+    return parts
+
+
+def test_a_layer_that_the_loop_has_unfrozen_is_trained_in_the_replay(tmp_path):
+    path = frozen_dump(tmp_path, state_every=3)
+    parts = frozen()
+    assert ikkuna.replay(path, **parts).is_reproduced
+    assert all(parameter.requires_grad for parameter in parts["model"].parameters())
+
+
+def test_a_dump_without_frozen_parameters_and_classes_is_still_read(tmp_path, monkeypatch):
+    dump = train(tmp_path)[0]
+    read = dump.tensors
+
+    def older(name):
+        found = read(name)
+        if name == "state.pt":
+            del found["frozen"]
+            [optimizer] = found["optimizers"]
+            del optimizer["class"]
+        return found
+
+    monkeypatch.setattr(dump, "tensors", older)
+    assert ikkuna.replay(dump, **build()).is_reproduced
+
+
 def test_a_dump_without_the_state_says_how_to_record_it(tmp_path):
     dump = of_a_finding(train(tmp_path, state_every=0))
     with pytest.raises(

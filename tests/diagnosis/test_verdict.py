@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+import ikkuna
 from ikkuna.cli import main
-from ikkuna.diagnosis import read_dump
+from ikkuna.diagnosis import RecorderOptions, read_dump
 from ikkuna.errors import ConfigTypeError, DumpError
 from ikkuna.export.row_ranking import find_rows, rank_rows
 from ikkuna.export.verdict import verdict
@@ -163,3 +164,107 @@ def test_the_commands_of_the_tutorial_print_what_the_page_shows(tmp_path, monkey
 def without_digits(line):
     """Return a line without the digits after the third one of a number, which depend on the machine."""
     return re.sub(r"(\d\.?\d\.?\d)[\d.]*", r"\1", line)
+
+
+ROWS = torch.randn(400, 12, generator=torch.Generator().manual_seed(0))
+CLASSES = (ROWS @ torch.randn(12, 4, generator=torch.Generator().manual_seed(2))).argmax(1)
+AT = 100
+
+
+def classifier(kind="mlp", seed=0, optimizer="adam"):
+    torch.manual_seed(seed)
+    between = {"mlp": [nn.ReLU()], "ln": [nn.LayerNorm(32), nn.GELU()], "bn": [nn.BatchNorm1d(32), nn.ReLU()]}[kind]
+    model = nn.Sequential(nn.Linear(12, 32), *between, nn.Dropout(0.0), nn.Linear(32, 4))
+    if optimizer == "adam":
+        return model, nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters(), 0.01)
+    return model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+
+
+def rate_times(factor, last=1000):
+    def change(step, model, loss, optimizer, x, y):
+        if step in (AT, last):
+            optimizer.param_groups[0]["lr"] *= factor if step == AT else 1 / factor
+
+    return change
+
+
+def of_optimizer(step, model, loss, optimizer, x, y):
+    for state in optimizer.state.values() if step == AT else ():
+        for name, factor in (("exp_avg_sq", 1e-8), ("momentum_buffer", 300)):
+            if name in state:
+                state[name] *= factor
+
+
+def of_rows(*numbers):
+    def change(step, model, loss, optimizer, x, y):
+        for row in numbers if step == AT else ():
+            x[row] *= 30
+            y[row] = (y[row] + 1) % 4
+
+    return change
+
+
+def dropout(step, model, loss, optimizer, x, y):
+    model[-2].p = 0.95 if step >= AT else 0.0
+
+
+def all_weights(step, model, loss, optimizer, x, y):
+    for parameter in model.parameters() if step == AT else ():
+        parameter.data *= -10
+
+
+def verdicts(log_dir, change, *parts, steps=AT + 20):
+    """Train with something that `change` plants, and return the verdicts of all dumps from its step on."""
+    model, loss, optimizer = classifier(*parts)
+    recorder = RecorderOptions(state_every=1, burst=0)
+    monitor = ikkuna.watch(model, loss=loss, log_dir=log_dir, recorder=recorder, verbosity=0)
+    chosen = torch.Generator().manual_seed(parts[1] if len(parts) > 1 else 0)
+    for step in range(steps):
+        rows = torch.randint(0, 400, (16,), generator=chosen)
+        x, y = ROWS[rows], CLASSES[rows]
+        change(step, model, loss, optimizer, x, y)
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+    monitor.close()
+    return [verdict(dump, *classifier(*parts)) for dump in map(read_dump, monitor.dumps) if dump.step >= AT]
+
+
+@pytest.mark.parametrize(
+    ("change", "parts", "expected"),
+    [
+        (rate_times(30), ("mlp", 0), [("rate", False), ("rate", False)]),
+        (rate_times(30), ("mlp", 1), [("rate", False)]),
+        (rate_times(100), ("bn", 0), [("rate", True), ("rate", False)]),
+        (of_optimizer, ("ln", 0, "adam"), [("rate", False)]),
+        (of_optimizer, ("ln", 0, "sgd"), [("rate", False)]),
+        (all_weights, ("mlp", 0), [("state", False)]),
+        (of_rows(5), ("mlp", 0), [("row", True)]),
+        (of_rows(3, 7), ("mlp", 1), [("row", True)]),
+        (of_rows(*range(8)), ("mlp", 0), [("row", False)]),
+    ],
+)
+def test_a_verdict_is_certain_only_if_the_others_are_excluded(tmp_path, change, parts, expected):
+    assert [(found.cause, found.is_certain) for found in verdicts(tmp_path, change, *parts)] == expected
+
+
+def test_an_open_verdict_names_the_other_possibility(tmp_path):
+    [found, *_] = verdicts(tmp_path / "dropout", dropout)
+    setting = "a setting that is not in the dump was changed in Python, such as a dropout rate, or the machine computed other numbers"
+    assert found.sentence.startswith(f"step {AT}: probably {setting}")
+    [found] = verdicts(tmp_path / "optimizer", of_optimizer, "ln", 0, "sgd")
+    assert found.sentence.endswith("their learning rate is too high, or the state of the optimizer is damaged")
+
+
+@pytest.mark.slow
+def test_healthy_rows_are_never_named_with_certainty_while_a_training_diverges(tmp_path):
+    found = [
+        (each.cause, each.is_certain)
+        for seed in range(3)
+        for kind in ("mlp", "ln", "bn")
+        for number, change in enumerate((rate_times(30), rate_times(100), rate_times(500), of_optimizer))
+        for each in verdicts(tmp_path / f"{kind}{seed}{number}", change, kind, seed)
+    ]
+    assert len(found) > 30
+    assert ("row", True) not in found
+    assert sum(cause == "rate" for cause, _ in found) > 0.9 * len(found)
