@@ -279,7 +279,9 @@ class _Trial:
         if not are_others_low and self._has_risen():
             return self._result("rate", False)
         rows = self._rows()
-        is_few = bool(rows) and len(rows) <= max(_FEW * sum(part.count for part in parts_of(self._steps[-1])), 1)
+        is_few = bool(rows) and len(rows) <= max(
+            _FEW * sum(part.count for part in parts_of(self._run.dump, self._steps[-1])), 1
+        )
         if not (are_others_low or is_few):
             return self._result(None, False)
         return self._result("row", are_others_low and is_few, rows)
