@@ -413,8 +413,9 @@ THREADS = {
         "its exception is ignored, and the thread continues to write",
     ),
     302: Fault(
-        "Ctrl-C at any moment of a step",
-        "the interrupted step is lost, or lacks values; the next forward is recorded again, and training is not changed",
+        "Ctrl-C at any moment of a step or of ``close()``",
+        "the interrupted step is lost, or lacks values; the next forward is recorded again, and training is not changed; "
+        "after one in ``close()``, a second call does what is left",
         "the exception is not delayed, because a metric may run for minutes",
     ),
     303: Fault(

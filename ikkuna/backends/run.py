@@ -106,6 +106,7 @@ class Run:
         self._lock = threading.RLock()  # the threads of several backends create the directory
         self._backends: dict[Hashable, GuardedBackend] = {}
         self._closed: bool | None = None
+        self._is_released = False
         self._open_step = math.inf  # the first step of which further values can come
         self._refused = 0
         self._process = os.getpid()
@@ -289,22 +290,24 @@ class Run:
         return True
 
     def close(self, timeout: float | None = 2.0, drawing: float = DRAWING_SECONDS) -> bool:
-        """Store everything, release the files, and return whether no value was lost; a second call does nothing.
+        """Store everything, release the files, and return whether no value was lost; a second call ends an interrupted one.
 
         Pictures are drawn with their last values before, for at most `drawing` seconds.
         """
         if self._process != os.getpid():
             return False
-        if self._closed is None:
+        if not self._is_released:
             self._drawing_seconds = self.drawing_seconds
             self._closed, self._open_step = False, math.inf
             self._share("draw", drawing)
             self._closed = self._share("close", timeout)
             if self._closed and self._directory is not None:  # the disk does not block
                 self._check(self._directory)
-            if self._locked is not None:
-                os.close(self._locked)
-        return self._closed
+            locked, self._locked = self._locked, None
+            if locked is not None:
+                os.close(locked)
+            self._is_released = True
+        return bool(self._closed)
 
     def _share(self, method: str, timeout: float | None) -> bool:
         """Call a method of all backends; each gets an equal share of the remaining time."""
