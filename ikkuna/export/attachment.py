@@ -21,6 +21,7 @@ from ikkuna.errors import ClosedError
 from ikkuna.flight_recorder.recorder import FlightRecorder
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.live_rules import RuleSubscriber
+from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.observation import checkpoint, evaluation
 from ikkuna.observation.model.roots import Root, Roots
@@ -310,7 +311,9 @@ class Attachment:
         """Pass the exception to the rules, which name it and its module, and to the flight recorder."""
         if self.rules is not None:
             try:
-                self.rules.process_fails(error, self.session.context.tracker.counters.stamp())
+                tracker = self.session.context.tracker
+                stamp = tracker.pass_stamp(TRAINING)
+                self.rules.process_fails(error, stamp, stamp.global_step < tracker.counters.next.global_step)
             except Exception as failure:
                 self.bus.error_guard.report_internal("naming the exception that ends the process", failure)
         if self.recorder is not None:

@@ -323,12 +323,13 @@ class RuleSubscriber(Subscriber):
             if finding.severity in self._stopping:
                 raise StopTraining(finding)
 
-    def process_fails(self, error: BaseException, stamp: Stamp) -> None:
-        """Add and tell the finding that an exception ends the process in the step of a stamp."""
+    def process_fails(self, error: BaseException, stamp: Stamp, is_over: bool) -> None:
+        """Add and tell the finding that an exception ends the process in the step of a stamp, or after it if that `is_over`."""
         if isinstance(error, StopTraining):
             return
         module, place = raised_in(error, self._host.modules if self._host is not None else ())
-        detail = f"{error_text(error)}{place and f' ({place})'}."
+        when = "After" if is_over else "In"
+        detail = f"{when} this step: {error_text(error)}{place and f' ({place})'}."
         self.add_finding(ENDED_BY_EXCEPTION.found(module=module, detail=detail), stamp)
 
     def add_finding(self, finding: Finding, stamp: Stamp) -> None:
