@@ -20,6 +20,7 @@ from ikkuna.backends.jsonl import JSONLinesBackend
 from ikkuna.backends.mpl import MPLBackend
 from ikkuna.backends.run import Run
 from ikkuna.backends.tensorboard import TensorBoardBackend
+from ikkuna.numerics.statistics import Histogram
 from ikkuna.store.event_records import event_library
 from ikkuna.store.json_lines import read
 from ikkuna.store.names import Series
@@ -134,6 +135,13 @@ def test_values_are_told_apart(tmp_path):
     run.show(Series("notes", title="Model"), "text", 0, [backend])
     assert [value for _, value, _ in backend.values] == [1.0, histogram]
     assert backend.texts == [("notes/fc", "text", 0), ("Model", "text", 0)]
+
+
+def test_a_histogram_of_a_tensor_is_shown_in_buckets(tmp_path):
+    run, backend = Run(tmp_path), RecordingBackend()
+    run.show(Series("weights", "fc"), Histogram.of(torch.arange(9.0)), 0, [backend])
+    [(_, value, _)] = backend.values
+    assert (value.num, value.min, value.max, sum(value.bucket_counts)) == (9, 0, 8, 9)
 
 
 @pytest.mark.parametrize("value", [None, [1.0], object(), 10**400])
