@@ -525,8 +525,8 @@ class Judge:
     def _reason(self, rule: Rule) -> str:
         if rule.name in self.disabled:
             return f"failed: {self.disabled[rule.name]}"
-        if self._unmeasured(rule):
-            return "what they read is not measured; preset 'full' measures most of it"
+        if needed := self._needed(rule):
+            return f"not measured: {needed}"
         if count := self._failures.counts.get(rule.name):
             return f"failed {count} times, see the log"
         if self._alarms[rule.name].judged < rule.patience:

@@ -488,7 +488,16 @@ def register_rules(
         for handle in handles:
             handle.remove()
         raise
+    _warn_of_unmeasured(judge, rules)
     return subscriber
+
+
+def _warn_of_unmeasured(judge: Judge, rules: RuleSelection) -> None:
+    """Log which of the rules that the user has named, or passed as objects, read what nothing measures."""
+    named = {getattr(each, "name", each) for each in (rules if isinstance(rules, list | tuple) else [rules])}
+    for name, missing in judge.findings.needed.items():
+        if name in named:
+            log.warning("the rule %r cannot judge, because this is not measured: %s", name, missing)
 
 
 def _without_muted(rules: Iterable[Rule], mute: Iterable[str]) -> tuple[list[Rule], frozenset[str]]:

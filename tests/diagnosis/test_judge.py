@@ -419,7 +419,7 @@ def test_a_score_at_the_limit_is_no_spike(kind, way, monkeypatch):
 
 def test_a_rule_for_a_kind_that_is_never_published_names_what_it_lacks():
     judge = judged([AboveRule()], [{"a": 1.0}], kind="other")
-    assert judge.findings.skipped == {"above": "what they read is not measured; preset 'full' measures most of it"}
+    assert judge.findings.skipped == {"above": "not measured: figure from SomeSubscriber()"}
     assert judge.findings.needed == {"above": "figure from SomeSubscriber()"}
     assert judge.findings.judged == ()
 
