@@ -283,7 +283,10 @@ FILES = {
         "training does not wait; ``close()`` waits 2 seconds by default, and ``flush()`` as long as its argument says",
         "a short wait for each step would delay training and store no more; ``acked_step`` tells which step was written",
     ),
-    71: Fault("a log directory that is deleted", "it is created again with a new file, and a warning is logged"),
+    71: Fault(
+        "a log directory that is deleted",
+        "it is created again with a new file and ``run.json``, and a warning is logged",
+    ),
     72: Fault("two writers in one directory in the same second", "each writer has its own file"),
     73: Fault("values after ``close()``", "they are counted as dropped; the file is not opened again"),
     74: Fault(

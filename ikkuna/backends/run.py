@@ -190,10 +190,13 @@ class Run:
         return GuardedBackend(_label(name, backend), backend, self._modules, self._settings.config, resumed_at)
 
     def _check(self, directory: Path) -> None:
-        """Read what another process requests, and store what new kinds are; called by the thread of a file."""
+        """Read what another process requests, and store the run and what new kinds are; called by the thread of a file."""
         self.control.check(directory)
         with self._lock:
-            if len(self._quantities) != self._stored_quantities and directory == self._directory:
+            if directory != self._directory:
+                return
+            self._write_run_file(directory)  # the directory may have been deleted, and made again for values
+            if len(self._quantities) != self._stored_quantities:
                 known = dict(self._quantities)
                 self._stored_quantities = len(known)
                 add_quantities(directory, known)
@@ -218,9 +221,13 @@ class Run:
         with self._lock:
             if self._directory is None:
                 self._directory = self._new_directory()
-                write_run_file(self._directory, RunFile(self.identity, finite(self._settings.config), self._model))
+                self._write_run_file(self._directory)
                 self._announce(self._directory)
             return self._directory
+
+    def _write_run_file(self, directory: Path) -> None:
+        config, known = finite(self._settings.config), dict(self._quantities)
+        write_run_file(directory, RunFile(self.identity, config, self._model, quantities=known))
 
     def _new_directory(self) -> Path:
         """Return a directory that no other process writes to: that of the continued run, or a new one."""

@@ -1,6 +1,7 @@
 import errno
 import math
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -24,7 +25,7 @@ from ikkuna.numerics.statistics import Histogram
 from ikkuna.store.event_records import event_library
 from ikkuna.store.json_lines import read
 from ikkuna.store.names import Series
-from ikkuna.store.run_directory import check_log_dir, make_run_directory
+from ikkuna.store.run_directory import RunSettings, check_log_dir, make_run_directory, read_run_file
 from ikkuna.store.values import Matrix
 from ikkuna.support import plugins
 from ikkuna.testing import RecordingBackend
@@ -124,6 +125,20 @@ def test_a_backend_that_stores_nothing_needs_no_directory(tmp_path):
     assert run.close()
     assert run.directory is None
     assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.fault(71)
+def test_a_run_whose_directory_is_deleted_keeps_its_identity(tmp_path):
+    run = Run(tmp_path, settings=RunSettings(config={"lr": 0.1}))
+    for step in range(2):
+        run.show(LOSS, 1.0, step, ("jsonl",))
+        run.commit(step)
+        assert run.flush(30)
+        if step == 0:
+            shutil.rmtree(run.directory)
+    run.close()
+    stored = read_run_file(run.directory)
+    assert (stored.id, stored.config) == (run.identity, {"lr": 0.1})
 
 
 def test_values_are_told_apart(tmp_path):
