@@ -284,7 +284,10 @@ FILES = {
         "training does not wait; ``close()`` waits 2 seconds by default, and ``flush()`` as long as its argument says",
         "a short wait for each step would delay training and store no more; ``acked_step`` tells which step was written",
     ),
-    71: Fault("a log directory that is deleted", "it is created again with a new file, and a warning is logged"),
+    71: Fault(
+        "a log directory that is deleted",
+        "it is created again with a new file and ``run.json``, and a warning is logged",
+    ),
     72: Fault("two writers in one directory in the same second", "each writer has its own file"),
     73: Fault("values after ``close()``", "they are counted as dropped; the file is not opened again"),
     74: Fault(
@@ -414,8 +417,9 @@ THREADS = {
         "its exception is ignored, and the thread continues to write",
     ),
     302: Fault(
-        "Ctrl-C at any moment of a step",
-        "the interrupted step is lost, or lacks values; the next forward is recorded again, and training is not changed",
+        "Ctrl-C at any moment of a step or of ``close()``",
+        "the interrupted step is lost, or lacks values; the next forward is recorded again, and training is not changed; "
+        "after one in ``close()``, a second call does what is left",
         "the exception is not delayed, because a metric may run for minutes",
     ),
     303: Fault(

@@ -106,6 +106,7 @@ class Run:
         self._lock = threading.RLock()  # the threads of several backends create the directory
         self._backends: dict[Hashable, GuardedBackend] = {}
         self._closed: bool | None = None
+        self._is_released = False
         self._open_step = math.inf  # the first step of which further values can come
         self._refused = 0
         self._process = os.getpid()
@@ -189,10 +190,13 @@ class Run:
         return GuardedBackend(_label(name, backend), backend, self._modules, self._settings.config, resumed_at)
 
     def _check(self, directory: Path) -> None:
-        """Read what another process requests, and store what new kinds are; called by the thread of a file."""
+        """Read what another process requests, and store the run and what new kinds are; called by the thread of a file."""
         self.control.check(directory)
         with self._lock:
-            if len(self._quantities) != self._stored_quantities and directory == self._directory:
+            if directory != self._directory:
+                return
+            self._write_run_file(directory)  # the directory may have been deleted, and made again for values
+            if len(self._quantities) != self._stored_quantities:
                 known = dict(self._quantities)
                 self._stored_quantities = len(known)
                 add_quantities(directory, known)
@@ -217,9 +221,13 @@ class Run:
         with self._lock:
             if self._directory is None:
                 self._directory = self._new_directory()
-                write_run_file(self._directory, RunFile(self.identity, finite(self._settings.config), self._model))
+                self._write_run_file(self._directory)
                 self._announce(self._directory)
             return self._directory
+
+    def _write_run_file(self, directory: Path) -> None:
+        config, known = finite(self._settings.config), dict(self._quantities)
+        write_run_file(directory, RunFile(self.identity, config, self._model, quantities=known))
 
     def _new_directory(self) -> Path:
         """Return a directory that no other process writes to: that of the continued run, or a new one."""
@@ -289,22 +297,24 @@ class Run:
         return True
 
     def close(self, timeout: float | None = 2.0, drawing: float = DRAWING_SECONDS) -> bool:
-        """Store everything, release the files, and return whether no value was lost; a second call does nothing.
+        """Store everything, release the files, and return whether no value was lost; a second call ends an interrupted one.
 
         Pictures are drawn with their last values before, for at most `drawing` seconds.
         """
         if self._process != os.getpid():
             return False
-        if self._closed is None:
+        if not self._is_released:
             self._drawing_seconds = self.drawing_seconds
             self._closed, self._open_step = False, math.inf
             self._share("draw", drawing)
             self._closed = self._share("close", timeout)
             if self._closed and self._directory is not None:  # the disk does not block
                 self._check(self._directory)
-            if self._locked is not None:
-                os.close(self._locked)
-        return self._closed
+            locked, self._locked = self._locked, None
+            if locked is not None:
+                os.close(locked)
+            self._is_released = True
+        return bool(self._closed)
 
     def _share(self, method: str, timeout: float | None) -> bool:
         """Call a method of all backends; each gets an equal share of the remaining time."""

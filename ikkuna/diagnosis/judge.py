@@ -178,7 +178,7 @@ class Judge:
         if len(set(names)) < len(names):
             raise ConfigError(f"rules must have different names, got {names}")
         self._history = History(network)
-        self._deferred: dict[tuple[str, str | None], tuple[list[int], list[float]]] = {}
+        self._deferred: dict[tuple[str, str | None], list[tuple[int, float]]] = {}
         self._count_deferred, self._last_deferred = 0, -1
         self._deferred_kinds: set[str] = set()
         self._deferred_rules: set[Rule] = set()  # that such a kind makes judge
@@ -272,9 +272,7 @@ class Judge:
 
     def _keep(self, kind: str, name: str | None, steps: Sequence[int], values: Sequence[float]) -> None:
         """Keep values of a series, which are finite, until :meth:`_flush`."""
-        known = self._deferred.setdefault((kind, name), ([], []))
-        known[0].extend(steps)
-        known[1].extend(values)
+        self._deferred.setdefault((kind, name), []).extend(zip(steps, values, strict=True))
         self._count_deferred += len(values)
 
     def defer_losses(self, first: int, losses: Sequence[float], every: int) -> int:
@@ -346,8 +344,9 @@ class Judge:
             return
         deferred, self._deferred = self._deferred, {}
         self._count_deferred = 0
-        for (kind, name), (steps, values) in deferred.items():
-            self._history.extend(kind, name, steps, values)
+        for (kind, name), kept in deferred.items():
+            if kept:  # an interrupt has come before the first of them
+                self._history.extend(kind, name, *zip(*kept, strict=True))
             self._changed.add(kind)
             if kind not in self._deferred_kinds:
                 self._deferred_kinds.add(kind)
@@ -537,8 +536,8 @@ class Judge:
     def _reason(self, rule: Rule) -> str:
         if rule.name in self.disabled:
             return f"failed: {self.disabled[rule.name]}"
-        if self._unmeasured(rule):
-            return "what they read is not measured; preset 'full' measures most of it"
+        if needed := self._needed(rule):
+            return f"not measured: {needed}"
         if count := self._failures.counts.get(rule.name):
             return f"failed {count} times, see the log"
         if self._alarms[rule.name].judged < rule.patience:

@@ -110,7 +110,7 @@ def names(text: str) -> frozenset[str]:
 ENDED_BY_EXCEPTION = Mistake(
     "ended_by_exception",
     "error",
-    meaning="The program ended in this step with an exception.",
+    meaning="The program ended with an exception.",
     advice="'ikkuna replay DUMP' shows the batch of the last step that was kept",
 )
 

@@ -21,6 +21,7 @@ from ikkuna.errors import ClosedError
 from ikkuna.flight_recorder.recorder import FlightRecorder
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.live_rules import RuleSubscriber
+from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.observation import checkpoint, evaluation
 from ikkuna.observation.model.roots import Root, Roots
@@ -218,11 +219,12 @@ class Attachment:
     """
 
     _last_run: Run | None = None
+    _registered: tuple[Registered, ...] = ()
 
     def __init__(
         self, owner: object, bus: MessageBus, roots: Roots, native: bool, in_graph: bool, settings: RunSettings
     ) -> None:
-        self.is_closed = True
+        self.is_closed = self._is_released = True
         self._owner = weakref.ref(owner)
         self.bus = bus
         self._health: Health | None = None
@@ -238,7 +240,8 @@ class Attachment:
         except BaseException:
             bus.detach(self)
             raise
-        self.is_closed = False
+        self._verbosity = bus.settings.verbosity
+        self.is_closed = self._is_released = False
         _OPEN.add(self)
         close_at_exit(self)
 
@@ -308,7 +311,9 @@ class Attachment:
         """Pass the exception to the rules, which name it and its module, and to the flight recorder."""
         if self.rules is not None:
             try:
-                self.rules.process_fails(error, self.session.context.tracker.counters.stamp())
+                tracker = self.session.context.tracker
+                stamp = tracker.pass_stamp(TRAINING)
+                self.rules.process_fails(error, stamp, stamp.global_step < tracker.counters.next.global_step)
             except Exception as failure:
                 self.bus.error_guard.report_internal("naming the exception that ends the process", failure)
         if self.recorder is not None:
@@ -368,33 +373,40 @@ class Attachment:
     def close(self, is_given_up: bool = False) -> None:
         """Publish what is pending, and remove every hook; with the last exporter of the bus the run is closed and readable.
 
+        If an exception such as `KeyboardInterrupt` interrupts it, a second call does what is left.
+
         Parameters
         ----------
         is_given_up : bool
             Whether the program goes on without it, so that a training that has not begun is no mistake.
         """
-        if self.is_closed:
+        if self._is_released:
             return
-        session, bus, verbosity = self.session, self.bus, self.bus.settings.verbosity
         try:
-            session.finish(for_good=True, has_ended=not is_given_up)
-            bus.drain(wait=True)  # while a subscriber can still evaluate the model
+            if not self.is_closed:
+                self.session.finish(for_good=True, has_ended=not is_given_up)
+                self.bus.drain(wait=True)  # while a subscriber can still evaluate the model
         finally:
-            self.is_closed = True
-            if self.recorder is not None:
-                self.recorder.close()
-            for unhook in self._unhook:
-                unhook()
-            _OPEN.discard(self)
-            session.exchange.close()
-            session.hooks.uninstall()
-            session.hooks.optimizers.table.memory.release()
-            self._last_run = run = bus.run
-            registered = bus.registered
-            bus.detach(self)
-            self._health = health_of(session, run, registered, self.recorder, self._judge)
-        if verbosity and self.at_end is not None and World.here().rank == 0:
+            self._release()
+        if self._verbosity and self.at_end is not None and World.here().rank == 0:
             self.at_end(self)
+
+    def _release(self) -> None:
+        """Remove every hook, and release everything else; each step may be repeated after an interruption."""
+        session, bus = self.session, self.bus
+        session.hooks.uninstall()
+        if not self.is_closed:
+            self._last_run, self._registered, self.is_closed = bus.run, bus.registered, True
+        for unhook in self._unhook:
+            unhook()
+        if self.recorder is not None:
+            self.recorder.close()
+        session.exchange.close()
+        session.hooks.optimizers.table.memory.release()
+        bus.detach(self)
+        self._health = health_of(session, self._last_run, self._registered, self.recorder, self._judge)
+        self._is_released = True
+        _OPEN.discard(self)
 
     def __del__(self) -> None:
         """Close the session of an exporter and a model that are both gone."""

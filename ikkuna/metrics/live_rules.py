@@ -323,12 +323,13 @@ class RuleSubscriber(Subscriber):
             if finding.severity in self._stopping:
                 raise StopTraining(finding)
 
-    def process_fails(self, error: BaseException, stamp: Stamp) -> None:
-        """Add and tell the finding that an exception ends the process in the step of a stamp."""
+    def process_fails(self, error: BaseException, stamp: Stamp, is_over: bool) -> None:
+        """Add and tell the finding that an exception ends the process in the step of a stamp, or after it if that `is_over`."""
         if isinstance(error, StopTraining):
             return
         module, place = raised_in(error, self._host.modules if self._host is not None else ())
-        detail = f"{error_text(error)}{place and f' ({place})'}."
+        when = "After" if is_over else "In"
+        detail = f"{when} this step: {error_text(error)}{place and f' ({place})'}."
         self.add_finding(ENDED_BY_EXCEPTION.found(module=module, detail=detail), stamp)
 
     def add_finding(self, finding: Finding, stamp: Stamp) -> None:
@@ -487,7 +488,16 @@ def register_rules(
         for handle in handles:
             handle.remove()
         raise
+    _warn_of_unmeasured(judge, rules)
     return subscriber
+
+
+def _warn_of_unmeasured(judge: Judge, rules: RuleSelection) -> None:
+    """Log which of the rules that the user has named, or passed as objects, read what nothing measures."""
+    named = {getattr(each, "name", each) for each in (rules if isinstance(rules, list | tuple) else [rules])}
+    for name, missing in judge.findings.needed.items():
+        if name in named:
+            log.warning("the rule %r cannot judge, because this is not measured: %s", name, missing)
 
 
 def _without_muted(rules: Iterable[Rule], mute: Iterable[str]) -> tuple[list[Rule], frozenset[str]]:

@@ -249,7 +249,7 @@ _CONVERTERS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any]], ...] = (
 def _shown(value: Any) -> Any:
     """Return what backends show: a number, a picture, or the histogram of several numbers; ``None`` for no number."""
     if isinstance(value, Histogram):
-        return value.tensorboard_buckets() if value.n else None
+        return value if value.n else None
     if not isinstance(value, np.ndarray):
         return value
     if is_pixels(value.shape, str(value.dtype)):

@@ -251,7 +251,7 @@ class Session:
 
     @_resuming
     def finish(self, for_good: bool = False, has_ended: bool = True) -> None:
-        """Close whatever is open, and remove the hooks of modules; with `has_ended`, a training that has not begun is reported."""
+        """Close whatever is open; with `has_ended`, a training that has not begun is reported."""
         if for_good:
             self.exchange.prepare_close()
         self._passes.end()
@@ -263,7 +263,6 @@ class Session:
             if has_ended:
                 self.hooks.forward.report_no_batch()
             self.hooks.optimizers.finish()
-        self.hooks.modules.remove(everything=True)
 
     # -- values and counters --------------------------------------------------------------------------------------
 

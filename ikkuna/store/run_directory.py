@@ -188,13 +188,14 @@ class RunFile:
 def write_run_file(directory: Path, content: RunFile) -> None:
     """Write ``run.json`` into a directory that has none; an error of the disk is ignored, because values matter more."""
     path = directory / RUN_FILE
+    if os.path.exists(path):
+        return
     created = content.created or datetime.now(UTC).isoformat(timespec="seconds")
     data = {"id": content.id, "created": created, "config": content.config, "model": content.model}
     data["environment"] = content.environment or environment()
     data["quantities"] = {kind: quantity.as_dict() for kind, quantity in content.quantities.items()}
     with contextlib.suppress(OSError):
-        if not path.exists():
-            _write(path, data)
+        _write(path, data)
 
 
 def add_quantities(directory: Path, quantities: Mapping[str, Quantity]) -> None:

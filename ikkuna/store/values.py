@@ -280,6 +280,8 @@ def shown(series: Series, value: Any, step: int) -> tuple[str, tuple[Any, ...]]:
     """Return the name of the backend's method that adds a value, and its arguments; see `Run.show`."""
     if isinstance(value, float):
         return "add_scalar", (series, value, step)
+    if hasattr(value, "tensorboard_buckets"):  # the `Histogram` of `ikkuna.numerics.statistics`
+        value = value.tensorboard_buckets()
     if isinstance(value, str):
         name = series.kind if series.name is None else f"{series.kind}/{series.name}"
         return "add_text", (series.title or name, value, step)

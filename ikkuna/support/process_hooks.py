@@ -137,8 +137,9 @@ class ProcessHooks:
     def _restore(self, number: int) -> None:
         """Install the former handler, unless that is impossible now; this one then goes on to call it."""
         if threading.current_thread() is threading.main_thread() and signal.getsignal(number) == self.signal_handler:
-            former = self._former.pop(number)
+            former = self._former[number]
             signal.signal(number, signal.SIG_DFL if former is None else former)
+            del self._former[number]
 
     def signal_handler(self, number: int, frame: FrameType | None) -> None:
         """Call the listeners, then the former handler; a signal that would have ended the process still does."""

@@ -1,10 +1,12 @@
 """A judge applies rules step by step: patience, hysteresis, folding, restarts, and rules that fail."""
 
+import contextlib
 import json
 import logging
 import math
 import random
 import re
+from functools import partial
 from itertools import takewhile
 from types import MappingProxyType, SimpleNamespace
 
@@ -29,6 +31,7 @@ from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.store import read_run
 from ikkuna.store.names import SeriesGroup
 from ikkuna.store.values import ModuleEntry
+from tests.export.storm import Storm
 
 NETWORK = Network([ModuleEntry(name, "Linear", (("weight", (4, 4)),)) for name in ("a", "b", "c")])
 
@@ -416,7 +419,7 @@ def test_a_score_at_the_limit_is_no_spike(kind, way, monkeypatch):
 
 def test_a_rule_for_a_kind_that_is_never_published_names_what_it_lacks():
     judge = judged([AboveRule()], [{"a": 1.0}], kind="other")
-    assert judge.findings.skipped == {"above": "what they read is not measured; preset 'full' measures most of it"}
+    assert judge.findings.skipped == {"above": "not measured: figure from SomeSubscriber()"}
     assert judge.findings.needed == {"above": "figure from SomeSubscriber()"}
     assert judge.findings.judged == ()
 
@@ -513,6 +516,17 @@ def test_a_curve_keeps_a_bounded_number_of_values():
         judge.finish_step(step)
     curve = judge.history.curve("figure")
     assert (len(curve.values), len(curve.first), curve.count) == (400, 20, 3000)
+
+
+def test_an_interrupt_while_values_are_kept_costs_no_more_than_these():
+    storm = Storm()
+    for at in range(storm.run(lambda: Judge([AboveRule()]).defer("figure", None, 1, 0.5))):
+        judge = Judge([AboveRule()])
+        with contextlib.suppress(KeyboardInterrupt):
+            storm.run(partial(judge.defer, "figure", None, 1, 0.5), at)
+        judge.defer("figure", None, 2, 0.5)
+        judge.finish_step(2)
+        assert judge.history.curve("figure").kept().pop(2) == 0.5, storm.where
 
 
 class PacedRule(Rule):

@@ -91,6 +91,21 @@ def test_tensorboard_shows_a_table_of_all_findings_and_no_values_of_rules(tmp_pa
     assert "| error | from_step |  | 4 | Step 4." in table
 
 
+def test_a_chosen_rule_whose_kind_nothing_publishes_is_logged(bus, caplog):
+    class UnfedRule(Rule):
+        """Reads what nothing publishes."""
+
+        name, needs, meaning = "unfed", {"unknown_kind": "SomeSubscriber()"}, "It is {figure}."
+
+        def scores(self, history):
+            return ()
+
+    exporter, _ = exporter_with(bus, small_model(), ["default", UnfedRule()])
+    exporter.close()
+    line = "the rule 'unfed' cannot judge, because this is not measured: unknown_kind from SomeSubscriber()"
+    assert [record.getMessage() for record in caplog.records] == [line]
+
+
 @pytest.mark.parametrize(("every", "loss_every", "steps"), [(10, None, 2), (5, None, 1), (10, 5, 5), (1, None, 1)])
 def test_the_loss_is_sampled_every_second_step_if_modules_are_sampled_at_even_steps(bus, every, loss_every, steps):
     exporter, loss = exporter_with(bus, small_model(), "loss_spike", every=every, loss_every=loss_every)

@@ -1,6 +1,7 @@
 """Interrupts at any moment of a step: training is unharmed, at most that step is lost, and the monitor records again."""
 
 import random
+import threading
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from ikkuna.backends.run import Run
 from ikkuna.flight_recorder.capture import copy_state
+from ikkuna.observation.hooks.optimizers import AFTER_STEP, BEFORE_STEP
 from ikkuna.store.names import Series
 from ikkuna.support.failures import switched
 from ikkuna.support.undisturbed import gradients
@@ -116,6 +118,34 @@ def test_an_interrupt_in_the_first_step_costs_at_most_this_step():
         found = interrupt(training, storm, at)
         training.exporter.close()
         assert not found, f"interrupted at {storm.where}"
+
+
+def left_by(training):
+    """Return what an exporter has not released."""
+    threads = [each.name for each in threading.enumerate() if each.name.startswith("ikkuna-writer")]
+    return [
+        *training.model[0]._forward_hooks,
+        *BEFORE_STEP.hooks,
+        *AFTER_STEP.hooks,
+        *training.bus.registered,
+        *threads,
+    ]
+
+
+@pytest.mark.fault(302)
+def test_a_second_close_does_what_an_interrupt_has_left_undone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    training, storm = started(backend="jsonl"), Storm(repeats=1)
+    count = storm.run(training.exporter.close)
+    assert left_by(training) == []
+    for at in range(0, count, 97):
+        training = started(backend="jsonl")
+        with pytest.raises(KeyboardInterrupt):
+            storm.run(training.exporter.close, at)
+        training.exporter.close()
+        assert (left_by(training), training.bus.run) == ([], None), storm.where
+        assert training.count_hooks() == [0, 0, 0], storm.where
+        assert training.exporter.run_directory.is_dir(), storm.where
 
 
 @pytest.mark.fault(317)

@@ -61,7 +61,7 @@ def test_check_names_the_exception_the_step_the_module_and_the_line(fails, ended
     assert (finding["rule"], finding["severity"]) == ("ended_by_exception", "error")
     assert (finding["step"], finding["module"], finding["class_name"]) == (fails, "0", "Linear")
     assert (
-        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (16x11 and 10x20) (program.py:10)."
+        "In this step: RuntimeError: mat1 and mat2 shapes cannot be multiplied (16x11 and 10x20) (program.py:10)."
         in finding["message"]
     )
 
@@ -72,6 +72,19 @@ def test_the_other_commands_read_such_a_run(command, ended_at_once, tmp_path, mo
     assert main([command, str(ended_at_once / "runs")]) == 0
     told = (tmp_path / "report.html").read_text() if command == "report" else capsys.readouterr().out
     assert command == "why" or "ended_by_exception" in told
+
+
+def test_an_exception_after_a_step_is_told_of_this_step(tmp_path):
+    model, run = watched(tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(30):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    with pytest.raises(KeyError), run:
+        raise KeyError("label")
+    [finding] = [each for each in run.findings if each.rule == "ended_by_exception"]
+    assert (finding.step, "After this step: KeyError: 'label'" in finding.message) == (29, True)
 
 
 def test_an_exception_outside_of_the_model_has_no_module(tmp_path):

@@ -1,6 +1,7 @@
 import errno
 import math
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -20,10 +21,11 @@ from ikkuna.backends.jsonl import JSONLinesBackend
 from ikkuna.backends.mpl import MPLBackend
 from ikkuna.backends.run import Run
 from ikkuna.backends.tensorboard import TensorBoardBackend
+from ikkuna.numerics.statistics import Histogram
 from ikkuna.store.event_records import event_library
 from ikkuna.store.json_lines import read
 from ikkuna.store.names import Series
-from ikkuna.store.run_directory import check_log_dir, make_run_directory
+from ikkuna.store.run_directory import RunSettings, check_log_dir, make_run_directory, read_run_file
 from ikkuna.store.values import Matrix
 from ikkuna.support import plugins
 from ikkuna.testing import RecordingBackend
@@ -125,6 +127,20 @@ def test_a_backend_that_stores_nothing_needs_no_directory(tmp_path):
     assert not (tmp_path / "log").exists()
 
 
+@pytest.mark.fault(71)
+def test_a_run_whose_directory_is_deleted_keeps_its_identity(tmp_path):
+    run = Run(tmp_path, settings=RunSettings(config={"lr": 0.1}))
+    for step in range(2):
+        run.show(LOSS, 1.0, step, ("jsonl",))
+        run.commit(step)
+        assert run.flush(30)
+        if step == 0:
+            shutil.rmtree(run.directory)
+    run.close()
+    stored = read_run_file(run.directory)
+    assert (stored.id, stored.config) == (run.identity, {"lr": 0.1})
+
+
 def test_values_are_told_apart(tmp_path):
     run, backend = Run(tmp_path), RecordingBackend()
     histogram = SimpleNamespace(min=0, max=1, num=1, sum=1, sum_squares=1, bucket_limits=[1], bucket_counts=[1])
@@ -134,6 +150,13 @@ def test_values_are_told_apart(tmp_path):
     run.show(Series("notes", title="Model"), "text", 0, [backend])
     assert [value for _, value, _ in backend.values] == [1.0, histogram]
     assert backend.texts == [("notes/fc", "text", 0), ("Model", "text", 0)]
+
+
+def test_a_histogram_of_a_tensor_is_shown_in_buckets(tmp_path):
+    run, backend = Run(tmp_path), RecordingBackend()
+    run.show(Series("weights", "fc"), Histogram.of(torch.arange(9.0)), 0, [backend])
+    [(_, value, _)] = backend.values
+    assert (value.num, value.min, value.max, sum(value.bucket_counts)) == (9, 0, 8, 9)
 
 
 @pytest.mark.parametrize("value", [None, [1.0], object(), 10**400])

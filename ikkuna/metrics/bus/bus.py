@@ -324,9 +324,9 @@ class MessageBus(Delivery):
         for registered in unregistered:
             registered.subscriber._host = registered.subscriber.evaluate = None
         self._set_registered(tuple(r for r in self.registered if r not in unregistered))
-        run, self.run = self.run, None
-        if run is not None:
-            run.close()
+        if self.run is not None:
+            self.run.close()
+            self.run = None
 
 
 @cache

@@ -470,7 +470,8 @@ class Subscriber(metaclass=_RegisteringType):
     def show(self, message: Message | MessageBundle, value: Any) -> None:
         """Show `value` under the kind and name of `message`, without publishing it.
 
-        `value` is a number, a histogram, a matrix, or a text (a page of Markdown).
+        `value` is a number, a histogram such as :class:`~ikkuna.numerics.statistics.histogram.Histogram`, a matrix, or a text (a page of
+        Markdown).
 
         Raises
         ------

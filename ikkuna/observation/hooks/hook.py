@@ -296,13 +296,13 @@ class HookFreeCopies:
 
     def remove(self) -> None:
         """Remove what was registered, unless another object needs it."""
-        for cls in self._classes:
+        while self._classes:
+            cls = self._classes.pop()
             _USERS[cls] -= 1
             if not _USERS[cls]:
                 del _USERS[cls]
                 if copyreg.dispatch_table.get(cls) is _reduce:
                     del copyreg.dispatch_table[cls]
-        self._classes = set()
 
 
 def _reduce(module: nn.Module) -> Any:

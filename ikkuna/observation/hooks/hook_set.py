@@ -26,7 +26,14 @@ def _install_for_optimizers(optimizers: OptimizerHooks) -> Remove:
     """Call hooks before and after the step of any optimizer, at most until `optimizers` dies."""
     begins, ends = Hook(optimizers, OptimizerHooks.optimizer_begins), Hook(optimizers, OptimizerHooks.optimizer_ends)
     optimizers.context.native.call_natively(CallsEach, has_several=True)
-    return weakref.finalize(optimizers, call_at_steps(begins.counted(), ends.counted()))
+    remove = call_at_steps(begins.counted(), ends.counted())
+    at_end = weakref.finalize(optimizers, remove)
+
+    def remove_now() -> None:
+        remove()  # a finalizer cannot be called again after an interruption
+        at_end.detach()
+
+    return remove_now
 
 
 class CompiledHooks:
@@ -187,9 +194,9 @@ class HookSet:
         self.include_copies()
 
     def _remove_permanent(self) -> None:
-        remove, self._remove = self._remove, []
-        for each in remove:
-            each()
+        while self._remove:
+            self._remove[-1]()
+            self._remove.pop()
 
     def include_copies(self) -> None:
         """Keep the hooks out of copies of all modules that may have some."""
@@ -198,11 +205,12 @@ class HookSet:
         self._copies.include((*model.callable, *loss, *(named.module for named in model.modules)))
 
     def uninstall(self) -> None:
-        """Remove the hooks that stay while the exporter is open."""
+        """Remove every hook; may be repeated after an interruption."""
         self._remove_permanent()
+        self.modules.remove(everything=True)
+        self.modules.remove_lost()
         self.losses.step_ended()
         self.observed.set_wanted(False)
-        self.modules.sampled_for = None
         self._copies.remove()
 
     def step_opened(self) -> None:
