@@ -32,8 +32,8 @@ class RecorderOptions:
     signals : tuple of str
         Names of signals that write a dump, such as ``"SIGUSR1"`` and ``"SIGTERM"``.
     cool_down : int
-        Number of steps after an automatic dump in which no other one is written, except one of a jump of the loss after one of a finding,
-        and one because of NaN or Inf.
+        Number of steps after an automatic dump in which no other one is written, except one because of NaN or Inf; dumps of findings
+        and those of jumps of the loss are counted separately.
     max_dumps : int
         Number of dumps of a run, and one more at the end of the process; those of ``exporter.dump()`` and those that cannot be written
         do not count.

@@ -7,7 +7,7 @@ import platform
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ class CoolDown:
     """Decides whether an automatic dump is written, so that a run that is broken does not write dumps for ever.
 
     A dump that could not be written does not count.  One more dump than `limit` is kept for the end of the process.
-    A dump because of a finding never delays the one of a jump of the loss, and neither delays that of NaN or Inf, which end most trainings.
+    Dumps of findings and of jumps of the loss do not delay each other, and neither delays that of NaN or Inf, which end most trainings.
 
     Parameters
     ----------
@@ -105,12 +105,12 @@ class CoolDown:
     Examples
     --------
     >>> def written(cool_down, *events):
-    ...     return [step for step, importance in events if cool_down.allows(step, importance) and not cool_down.add(step, importance)]
+    ...     return [step for step, *reasons in events if cool_down.allows(step, reasons) and not cool_down.add(step, reasons)]
     >>> written(CoolDown(steps=100, limit=2), (10, 0), (50, 0), (150, 0), (300, 0), (301, AT_END), (500, AT_END))
     [10, 150, 301]
     >>> written(CoolDown(steps=100, limit=2), (10, 0), (11, 1), (12, 1))
     [10, 11]
-    >>> written(CoolDown(steps=100, limit=3), (10, OF_RULE), (11, OF_JUMP), (12, OF_RULE))
+    >>> written(CoolDown(steps=100, limit=3), (10, OF_RULE), (11, OF_JUMP, OF_RULE), (12, OF_RULE), (13, OF_JUMP))
     [10, 11]
     >>> written(CoolDown(steps=100, limit=3), (10, OF_RULE), (11, NOT_FINITE), (12, OF_RULE), (13, NOT_FINITE), (111, NOT_FINITE))
     [10, 11, 111]
@@ -118,7 +118,7 @@ class CoolDown:
 
     def __init__(self, steps: int, limit: int) -> None:
         self._steps, self._limit = steps, limit
-        self._dumps: list[tuple[int, int, Callable[[], bool]]] = []
+        self._dumps: list[tuple[int, Collection[int], Callable[[], bool]]] = []
         self._retry = 0
 
     @property
@@ -126,32 +126,35 @@ class CoolDown:
         """Whether as many dumps are written as a run may have."""
         return len(self._dumps) >= self._limit
 
-    def allows(self, step: int, importance: int = 0) -> bool:
+    def allows(self, step: int, importances: Collection[int] = (OF_RULE,)) -> bool:
         """Return whether a dump may be written now.
 
         Parameters
         ----------
         step : int
             The step.
-        importance : int
-            A recent dump of less importance does not prevent this one.  `AT_END` may use the dump that is kept.
+        importances : collection of int
+            Those of its reasons.  A recent dump prevents this one if for each of them it has the same importance, or a higher one than
+            that and than a jump has.  `AT_END` may use the dump that is kept.
         """
         failed = [dump for dump in self._dumps if dump[2]()]
         if failed:
             self._dumps = [dump for dump in self._dumps if dump not in failed]
             self._retry = failed[-1][0] + self._steps // 10
-        is_end = importance >= AT_END
+        is_end = AT_END in importances
         if len(self._dumps) >= self._limit + (is_end and self._limit > 0):
             return False
-        if self._dumps:
-            last, its_importance, _ = self._dumps[-1]
-            if its_importance >= importance and 0 <= step - last < self._steps:
-                return False
+        recent = {each for last, its, _ in self._dumps if 0 <= step - last < self._steps for each in its}
+        highest = max(recent, default=OF_RULE)
+        if not any(each not in recent and highest <= max(each, OF_JUMP) for each in importances):
+            return False
         return is_end or step >= self._retry
 
-    def add(self, step: int, importance: int = 0, has_failed: Callable[[], bool] = lambda: False) -> None:
+    def add(
+        self, step: int, importances: Collection[int] = (OF_RULE,), has_failed: Callable[[], bool] = lambda: False
+    ) -> None:
         """Count a dump; `has_failed` returns whether it could not be written."""
-        self._dumps.append((step, importance, has_failed))
+        self._dumps.append((step, importances, has_failed))
 
 
 _OF_PARAMETERS = tuple(
@@ -326,7 +329,7 @@ class FlightRecorder(StepObserver):
         self._nonfinite, self._spike, self._has_spiked = NonFiniteTrigger(), SpikeScore(), False
         self._cool_down = CoolDown(options.cool_down, options.max_dumps)
         self._reasons: list[str] = []
-        self._importance = OF_RULE
+        self._importances: set[int] = set()
         self._findings: list[Finding] = []
         self._burst: Burst | None = None
         self._process = os.getpid()
@@ -395,7 +398,7 @@ class FlightRecorder(StepObserver):
 
     def _add_reason(self, reason: str, importance: int) -> None:
         self._reasons.append(reason)
-        self._importance = max(self._importance, importance)
+        self._importances.add(importance)
 
     def _keep(self, rows: Rows, event: NetworkMessage) -> None:
         self._follow(rows.stamp.global_step)
@@ -423,8 +426,8 @@ class FlightRecorder(StepObserver):
             return
         try:
             reasons, self._reasons = self._reasons, []
-            importance, self._importance = self._importance, OF_RULE
-            self._write_if_allowed(reasons, importance, has_burst=True)
+            importances, self._importances = self._importances, set()
+            self._write_if_allowed(reasons, importances, has_burst=True)
             self._findings = []
         except Exception as error:
             self._context.error_guard.report_internal("writing a dump", error)
@@ -459,13 +462,13 @@ class FlightRecorder(StepObserver):
     def process_fails(self, error: BaseException) -> None:
         """Write a dump before the process ends."""
         with suppressed(Exception):
-            job = self._write_if_allowed([error_text(error)], AT_END)
+            job = self._write_if_allowed([error_text(error)], {AT_END})
             if job is not None:
                 self._writer.wait(job, _LAST_WORDS)
 
     def signal_arrived(self, name: str, is_end: bool) -> None:
         """Write a dump, and wait for it, because the signal may end the process; `is_end` is whether it usually does."""
-        job = self._write_if_allowed([f"signal {name}"], AT_END if is_end else OF_RULE)
+        job = self._write_if_allowed([f"signal {name}"], {AT_END if is_end else OF_RULE})
         if job is not None:
             self._writer.wait(job, _LAST_WORDS)
 
@@ -481,10 +484,10 @@ class FlightRecorder(StepObserver):
         """Number of dumps that could not be written."""
         return self._writer.failed
 
-    def _write_if_allowed(self, reasons: list[str], importance: int, has_burst: bool = False) -> DumpJob | None:
+    def _write_if_allowed(self, reasons: list[str], importances: set[int], has_burst: bool = False) -> DumpJob | None:
         """Write an automatic dump, unless another one was written shortly before, or too many in this run."""
         step = self._steps.step
-        if not self._cool_down.allows(step, importance):
+        if not self._cool_down.allows(step, importances):
             if self._cool_down.is_used_up and not self._has_said and self.options.max_dumps:
                 self._has_said = True
                 log.warning(
@@ -495,7 +498,7 @@ class FlightRecorder(StepObserver):
             return None
         job = self._write(reasons, has_burst)
         if job is not None:
-            self._cool_down.add(step, importance, job.has_failed)
+            self._cool_down.add(step, importances, job.has_failed)
         return job
 
     def _write(self, reasons: list[str], has_burst: bool) -> DumpJob | None:

@@ -66,12 +66,13 @@ def test_a_dump_is_written_if_no_rule_of_the_pause_and_of_the_number_forbids_it(
             retry = dump["step"] + steps // 10
         is_allowed = len(dumps) < limit or (importance == AT_END and 0 < limit == len(dumps))
         is_allowed &= importance == AT_END or step >= retry
-        if dumps and dumps[-1]["importance"] >= importance:
-            is_allowed &= step - dumps[-1]["step"] not in range(steps)
-        assert cool_down.allows(step, importance) is is_allowed
+        preventing = {importance, *range(max(importance, OF_JUMP) + 1, AT_END + 1)}
+        for dump in dumps:
+            is_allowed &= dump["importance"] not in preventing or step - dump["step"] not in range(steps)
+        assert cool_down.allows(step, {importance}) is is_allowed
         if is_allowed:
             dumps.append(dump := {"step": step, "importance": importance, "failed": False})
-            cool_down.add(step, importance, lambda dump=dump: dump["failed"])
+            cool_down.add(step, {importance}, lambda dump=dump: dump["failed"])
             for each in dumps if is_known else ():
                 each["failed"] |= fails
         assert cool_down.is_used_up is (len(dumps) >= limit)
@@ -81,8 +82,8 @@ def test_a_dump_counts_as_an_unimportant_one_that_was_written_by_default():
     cool_down = CoolDown(10, 5)
     cool_down.add(20)
     assert [cool_down.allows(step) for step in (19, 20, 29, 30)] == [True, False, False, True]
-    assert cool_down.allows(20, OF_JUMP)
-    assert not cool_down.allows(20, OF_RULE)
+    assert cool_down.allows(20, {OF_JUMP})
+    assert not cool_down.allows(20, {OF_RULE})
 
 
 # -- what a burst keeps
