@@ -132,7 +132,7 @@ class _LastRows(StepObserver):
 
 
 @contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
+def explained(what: str) -> Iterator[None]:
     """Raise `DumpError` for any error inside, because the values of a dump can be of another training, or damaged."""
     try:
         yield
@@ -240,7 +240,7 @@ class ReplayRun:
                 raise DumpError(
                     f"'series' of '{self.dump.path / 'history.npz'}' has other numbers than 'kinds' has names"
                 )
-            with _explained(f"'{self.dump.path / 'history.npz'}' cannot be judged"):
+            with explained(f"'{self.dump.path / 'history.npz'}' cannot be judged"):
                 feed_history(rules.judge, arrays, before)
 
     def run(self, batch: dict[str, Any]) -> None:
@@ -248,7 +248,7 @@ class ReplayRun:
         step = batch["step"]
         calls = [[on_device(call, self.device) for call in batch[name]] for name in ("model_calls", "loss_calls")]
         self._set_rates(step)
-        with _explained(f"step {step} cannot run again"):
+        with explained(f"step {step} cannot run again"):
             self._restore_random(step, 0)
             (self.step or self._default_step)(
                 _Calls(calls[0], lambda number: self._restore_random(step, number)), calls[1]
@@ -260,7 +260,7 @@ class ReplayRun:
         own = {name.removeprefix(prefix): array for name, array in self._random.items() if name.startswith(prefix)}
         if not own:
             raise DumpError(f"the dump lacks the random states of step {step}")
-        with _explained(f"'random_calls.npz' has no random states of step {step}"):
+        with explained(f"'random_calls.npz' has no random states of step {step}"):
             RandomStates.of_arrays(own).restore()
 
     @property
@@ -372,7 +372,7 @@ def check_fits(dump: Dump, model: nn.Module, state: dict[str, Any], optimizers: 
 
 def restore_state(model: nn.Module, state: dict[str, Any], optimizers: list[Optimizer]) -> None:
     """Overwrite parameters, buffers, gradients, modes, which parameters are frozen, and optimizer states."""
-    with torch.no_grad(), _explained("the state of the model cannot be restored"):
+    with torch.no_grad(), explained("the state of the model cannot be restored"):
         for name, parameter in model.named_parameters():
             parameter.copy_(state["parameters"][name])
             if "frozen" in state:
@@ -386,7 +386,7 @@ def restore_state(model: nn.Module, state: dict[str, Any], optimizers: list[Opti
     for stored, optimizer in zip(state["optimizers"], optimizers, strict=False):
         kept = optimizer.state_dict()["param_groups"]  # what a dump cannot hold stays as the script has set it
         groups = [own | new for own, new in zip(kept, stored["param_groups"], strict=True)]
-        with _explained(f"the state of the {type(optimizer).__name__} cannot be restored"):
+        with explained(f"the state of the {type(optimizer).__name__} cannot be restored"):
             optimizer.load_state_dict({"state": stored["state"], "param_groups": groups})
 
 

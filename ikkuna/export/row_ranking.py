@@ -15,7 +15,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.optim import Optimizer
 
 from ikkuna.errors import ConfigTypeError, DumpError
-from ikkuna.export.replay import ReplayRun, Step, on_device, prepare, value_of
+from ikkuna.export.replay import ReplayRun, Step, explained, on_device, prepare, value_of
 from ikkuna.flight_recorder.batch_rows import BatchRows, item_hashes, unusual
 from ikkuna.flight_recorder.dump_reading import Dump, read_dump
 from ikkuna.printable import printable
@@ -43,9 +43,9 @@ class RankedRow:
     name : str
         The id that ``exporter.rows`` has given, or the hash of the content.
     loss, gradient_norm : float
-        The loss of the row alone, and the Euclidean norm of its gradient by all parameters.
+        The loss of the row alone, and the Euclidean norm of its gradient by all parameters, or NaN if it is not known.
     loss_share, gradient_share : float
-        Their parts in the sums over all rows of the step with finite values.
+        Their parts in the sums over all rows of the step with finite values; NaN if they are not known.
     stands_out : bool
         Whether the loss or the gradient is not finite; if all are, whether one is 5 times the median of all rows and 10 robust
         deviations above it, and the share of the row is at least a tenth of the largest one.
@@ -65,7 +65,9 @@ class RankedRow:
 
     def __str__(self) -> str:
         place = f"row {self.number}" + (f" of micro-batch {self.part}" if self.part else "")
-        figures = f"loss {self.loss:.6g} ({self.loss_share:.1%}), gradient {self.gradient_norm:.6g} ({self.gradient_share:.1%})"
+        figures = f"loss {self.loss:.6g} ({self.loss_share:.1%})"
+        if not np.isnan(self.gradient_share):
+            figures += f", gradient {self.gradient_norm:.6g} ({self.gradient_share:.1%})"
         return printable("; ".join([f"{place}, {self.name}: {figures}", *self.unusual]))
 
 
@@ -122,7 +124,8 @@ def rank_rows(
     Parameters
     ----------
     dump : path or Dump
-        The dump; without the state of the training, the weights are those that `model` has.
+        The dump; without the state of the training, the rows are ranked by the losses that it holds of them, or, if it has none,
+        with the weights of `model`.
     model, loss, optimizer, step
         See `ikkuna.export.replay.replay`.  With `step` rows are computed one by one, and its optimizers do not step.
 
@@ -144,6 +147,8 @@ def rank_rows(
         steps = [batch for batch in found.tensors("batches.pt") if batch["step"] == found.step]
         if not steps:
             raise DumpError(f"the dump '{found.path}' has no batch of step {found.step}")
+        if found.has("batch_rows.npz") and (ranking := _rank_stored(found, steps[-1])) is not None:
+            return ranking
         run = ReplayRun(found, model, loss, optimizers, step)
         note = "the dump has no state: the weights are those of the script, not those of the step"
     return rank_batch(run, steps[-1], note)
@@ -152,27 +157,49 @@ def rank_rows(
 def rank_batch(run: ReplayRun, batch: dict[str, Any], note: str = "") -> RowRanking:
     """Rank the rows of what ``batches.pt`` holds of a step, with the present weights of the model of `run`."""
     parts = parts_of(run.dump, batch)
-    if not parts or not all(part.count for part in parts):
-        raise DumpError(f"the batch of step {batch['step']} has no tensor with rows")
-    names = _names(run.dump, batch["step"], parts)
-    found, texts = list[NDArray[np.float64]](), list[list[str]]()
-    with _evaluated(run.model, (BATCH_NORMS, *_RANDOM)):
-        for part in parts:
-            found.append(_measure(run, part))
-            texts += unusual(part)
-    values = np.concatenate(found)  # (rows, 2)
+    what = "the rows cannot run alone; pass step=" if run.step is None else "step= cannot run with a batch of one row"
+    with explained(what):
+        with _evaluated(run.model, (BATCH_NORMS, *_RANDOM)):
+            if run.step is not None:
+                parts = _parts_of_step(run, batch, [part.count for part in parts])
+            found = [_measure(run, part) for part in parts]
+        values = np.concatenate(found)  # (rows, 2)
+        together, whole = np.zeros((len(values), 1)), np.zeros(2)
+        if run.step is None and any(isinstance(each, BATCH_NORMS) and each.training for each in run.model.modules()):
+            together, whole = _measure_together(run, parts, found)
+    return _ranked(run.dump, batch["step"], parts, (values, together, whole), note)
+
+
+def _rank_stored(dump: Dump, batch: dict[str, Any]) -> RowRanking | None:
+    """Rank the rows by the losses that a dump holds; return ``None`` if it lacks those of a micro-batch."""
+    parts = parts_of(dump, batch)
+    arrays = dump.arrays("batch_rows.npz")
+    own = arrays["steps"] == batch["step"]
+    losses, counts = arrays["losses"][own], np.bincount(arrays["parts"][own]).tolist()
+    known = np.isin(np.arange(len(parts)), arrays["parts"][own][~np.isnan(losses)])
+    if not known.all() or counts != [part.count for part in parts]:
+        return None
+    note = "the dump has no state: the losses are those of the training, and gradients are not known"
+    return _ranked(dump, batch["step"], parts, (losses[:, None], np.zeros((len(losses), 1)), np.zeros(1)), note)
+
+
+def _ranked(
+    dump: Dump, step: int, parts: list[BatchRows], measured: tuple[NDArray[np.float64], ...], note: str
+) -> RowRanking:
+    """Return the ranking by losses and gradient norms ``(rows, 2)``, or by losses ``(rows, 1)``."""
+    values, together, whole = measured
+    names, texts = _names(dump, step, parts), [list(dict.fromkeys(each)) for part in parts for each in unusual(part)]
     finite = np.where(np.isfinite(values), np.abs(values), 0.0)
-    totals, together = finite.sum(0), np.zeros((len(values), 1))
-    if run.step is None and any(isinstance(module, BATCH_NORMS) and module.training for module in run.model.modules()):
-        together, whole = _measure_together(run, parts, found)
-        totals = np.maximum(totals, np.where(np.isfinite(whole), whole, 0.0))
+    totals = np.maximum(finite.sum(0), np.where(np.isfinite(whole), whole, 0.0))
     shares = finite / np.maximum(totals, np.finfo(float).tiny)
     bad = ~np.isfinite(np.hstack([values, together])).all(1)
     is_out: Any = np.hstack([_is_far(values), _is_far(together)]).any(axis=1)
     shares[:, :1] = np.maximum(shares[:, :1], np.where(np.isfinite(together), together, 0.0))
     is_out = bad if bad.any() else is_out & (shares.max(1) >= _PART * shares.max())
+    missing = (0, 0), (0, 2 - values.shape[1])
+    values, shares = (np.pad(array, missing, constant_values=np.nan) for array in (values, shares))
     places = [(number, row) for number, part in enumerate(parts) for row in range(part.count)]
-    order = np.argsort(np.where(bad, -np.inf, -shares.max(1)), kind="stable")
+    order = np.argsort(np.where(bad, -np.inf, -np.nanmax(shares, 1)), kind="stable")
     rows = tuple(
         RankedRow(
             part=places[i][0],
@@ -187,7 +214,7 @@ def rank_batch(run: ReplayRun, batch: dict[str, Any], note: str = "") -> RowRank
         )
         for i in order.tolist()
     )
-    return RowRanking(batch["step"], rows, note)
+    return RowRanking(step, rows, note)
 
 
 def parts_of(dump: Dump, batch: dict[str, Any]) -> list[BatchRows]:
@@ -197,9 +224,25 @@ def parts_of(dump: Dump, batch: dict[str, Any]) -> list[BatchRows]:
     if dump.has("batch_rows.npz"):
         arrays = dump.arrays("batch_rows.npz")
         counts = np.bincount(arrays["parts"][arrays["steps"] == batch["step"]], minlength=len(calls)).tolist()
-    return [
+    parts = [
         BatchRows(call, losses[i] if len(losses) == len(calls) else None, counts[i]) for i, call in enumerate(calls)
     ]
+    if not parts or not all(part.count for part in parts):
+        raise DumpError(f"the batch of step {batch['step']} has no tensor with rows")
+    return parts
+
+
+def _parts_of_step(run: ReplayRun, batch: dict[str, Any], counts: list[int]) -> list[BatchRows]:
+    """Return the rows of what the user's step is called with: of each micro-batch, or of all calls if it needs them together."""
+    calls, losses = batch["model_calls"], batch["loss_calls"]
+    if len(losses) in (0, len(calls)):
+        parts = [BatchRows(calls[i : i + 1], losses[i : i + 1], count) for i, count in enumerate(counts)]
+        with suppressed(Exception):  # the step needs the other calls
+            _by_step(run, on_device(parts[0].of([0]), run.device))
+            return parts
+    if len(set(counts)) > 1:
+        raise DumpError(f"step= cannot run with a batch of one row: the calls of the model have {counts} rows")
+    return [BatchRows(calls, losses, counts[0])]
 
 
 def _is_far(values: NDArray[np.float64]) -> NDArray[np.bool_]:
@@ -216,7 +259,7 @@ def _names(dump: Dump, step: int, parts: list[BatchRows]) -> list[str]:
     if not dump.has("batch_rows.npz"):
         return hashes
     arrays = dump.arrays("batch_rows.npz")
-    ids = arrays["ids"][arrays["steps"] == step].tolist()
+    ids = arrays["ids"][(arrays["steps"] == step) & (arrays["parts"] < len(parts))].tolist()
     return [own or value for own, value in zip(ids, hashes, strict=True)] if len(ids) == len(hashes) else hashes
 
 
@@ -336,7 +379,6 @@ class _StopError(Exception):
 
 def _by_step(run: ReplayRun, calls: Any) -> tuple[float, float]:
     """Return the loss and the gradient norm of a row that the step of the user computes."""
-    call, loss_call = calls
     losses: list[float] = []
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
@@ -350,7 +392,7 @@ def _by_step(run: ReplayRun, calls: Any) -> tuple[float, float]:
     try:
         with suppressed(_StopError):
             assert run.step is not None
-            run.step([call], [] if loss_call is None else [loss_call])
+            run.step(*calls)
         norm = _norm(p.grad for p in run.model.parameters())
     finally:
         for handle in handles:
@@ -363,7 +405,7 @@ def find_rows(dump: str | os.PathLike[str] | Dump, dataset: Any) -> dict[int, li
     """Return the indices in a data set of the rows of a dump's batch: by the number of the row, over all micro-batches.
 
     The items are read one after another, and compared by the hashes of their tensors, arrays, and lists of numbers.
-    A row that an augmentation has changed is not found.
+    A row that an augmentation has changed, or that was padded when the batch was made, is not found.
 
     Parameters
     ----------
@@ -377,14 +419,17 @@ def find_rows(dump: str | os.PathLike[str] | Dump, dataset: Any) -> dict[int, li
     ConfigTypeError
         If `dataset` has no length or no items, as iterators.
     DumpError
-        If the dump has no hashes of rows.
+        If the dump has no hashes of the rows of its step.
     """
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigTypeError(f"a data set with a length and items is needed, got {type(dataset).__name__}")
     found = dump if isinstance(dump, Dump) else read_dump(dump)
     arrays = found.arrays("batch_rows.npz")
+    hashes = arrays["hashes"][arrays["steps"] == found.step].tolist()
+    if not hashes:
+        raise DumpError(f"the dump '{found.path}' has no batch with rows of step {found.step}")
     wanted: dict[int, list[int]] = {}
-    for row, value in enumerate(arrays["hashes"][arrays["steps"] == found.step].tolist()):
+    for row, value in enumerate(hashes):
         wanted.setdefault(value, []).append(row)
     result: dict[int, list[int]] = {}
     for index in range(len(dataset)):

@@ -1,6 +1,7 @@
 """Replay of a dumped step: the same values and findings, in this and in a fresh process, and bad input."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -178,8 +179,23 @@ def test_the_command_shows_a_dump_and_says_what_is_wrong(tmp_path, capsys):
     assert main(["replay", str(tmp_path)]) == 2
     assert main(["replay", str(dump.path.parents[1]), "--step", "3"]) == 2
     assert "has no dump of step 3; there are dumps of the steps" in capsys.readouterr().err
-    assert main(["replay", str(dump.path), "--rows"]) == 2
-    assert "--rows and --verdict need --script" in capsys.readouterr().err
+    (tmp_path / "ends.py").write_text("import sys\ndef build():\n    sys.exit(3)\n")
+    backup = dump.path.with_name("step_backup")
+    shutil.copytree(dump.path, backup)
+    assert main(["replay", str(dump.path.parents[1]), "--step", str(dump.step)]) == 0
+    capsys.readouterr()
+    build = ["--script", f"{tmp_path}/other.py:build"]
+    for arguments, message in {
+        ("--rows",): "--rows needs --script",
+        ("--verdict",): "--verdict needs --script",
+        ("--operations", "o.json"): "--operations needs --script",
+        (*build, "--skip", "s.txt"): "--skip needs --rows or --verdict",
+        (*build, "--keep", "0"): "--keep needs --operations",
+        ("--step", "3"): f"'{dump.path}' is the dump of step {dump.step}, not of step 3",
+        ("--script", f"{tmp_path}/ends.py:build"): f"SystemExit: 3 (line 3 of {tmp_path}/ends.py)",
+    }.items():
+        assert main(["replay", str(dump.path), *arguments]) == 2
+        assert capsys.readouterr().err == f"ikkuna: {message}\n"
 
 
 @pytest.mark.parametrize(

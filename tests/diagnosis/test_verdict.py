@@ -96,14 +96,106 @@ def test_rows_are_found_in_a_data_set_and_iterators_are_refused(tmp_path):
         find_rows(dump, iter([X]))
 
 
-def test_without_a_state_rows_are_ranked_with_the_weights_of_the_script(tmp_path):
+def test_rows_of_a_step_that_was_only_counted_are_not_searched_for(tmp_path, capsys, monkeypatch):
+    model, loss = nn.Linear(6, 1), nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    with ikkuna.watch(model, loss, log_dir=tmp_path, verbosity=0, preflight=False) as monitor:
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss(model(X[:16]), Y[:16]).backward()
+            optimizer.step()
+        dump = read_dump(monitor.dump("asked for"))
+    with pytest.raises(DumpError, match=f"has no batch with rows of step {dump.step}"):
+        find_rows(dump, X)
+    monkeypatch.setattr(sys.modules[__name__], "dataset", lambda: X, raising=False)
+    assert main(["replay", str(dump.path), "--find", f"{__name__}:dataset"]) == 2
+    assert capsys.readouterr().err.endswith(f"has no batch with rows of step {dump.step}\n")
+
+
+def views(loss, outputs, labels):
+    loss(*outputs).backward()
+
+
+def both_ways(loss, outputs, labels):
+    (loss(*outputs) + loss(*outputs[::-1])).backward()
+
+
+def auxiliary(loss, outputs, labels):
+    (loss(outputs[0], labels) + 0.5 * loss(0.5 * outputs[0], labels)).backward()
+
+
+def dump_of_calls(log_dir, inputs, compute):
+    """Return the dump of a step that calls the model with each of the inputs."""
+    loop = Loop(log_dir, state_every=1).run(3)
+    loop.optimizer.zero_grad()
+    loop.exporter.rows(list("abcdefgh"))
+    compute(loop.loss, [loop.model(x) for x in inputs], Y[:8].clone())
+    loop.optimizer.step()
+    return loop.dump()
+
+
+@pytest.mark.parametrize(("compute", "calls"), [(views, 2), (both_ways, 2), (auxiliary, 1)])
+def test_a_step_with_several_calls_gets_all_of_them_with_one_row(tmp_path, compute, calls):
     x = X[:8].clone()
-    x[6] *= 1000
-    dump = dump_of(Loop(tmp_path), (x, Y[:8].clone()), ids=[list("abcdefgh")])
+    x[5] *= 300
+    dump = dump_of_calls(tmp_path, [x * (1 + 0.1 * i) for i in range(calls)], compute)
+    model, loss = nn.Linear(6, 1), nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+
+    def step(model_calls, loss_calls):
+        outputs = [model(*args) for args, _ in model_calls]
+        assert (len(outputs), {len(output) for output in outputs}) == (calls, {1})
+        compute(loss, outputs, loss_calls[-1][0][0])
+
+    ranking = rank_rows(dump, model, loss, optimizer, step=step)
+    assert sorted(row.name for row in ranking.rows) == list("abcdefgh")
+    assert [row.name for row in ranking.outliers] == ["f"]
+    state = dump.tensors("state.pt")["parameters"]
+    product = state["weight"] @ x[5]
+    expected = 0.5 * (product + state["bias"]) - Y[5] if compute is auxiliary else 0.1 * product
+    assert ranking.rows[0].loss == pytest.approx(float(expected) ** 2, rel=1e-3)
+
+
+def test_rows_that_cannot_run_are_one_error_that_names_step(tmp_path):
+    model, loss = nn.Linear(6, 1), nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    dump = dump_of_calls(tmp_path / "calls", [X[:8].clone(), X[8:16].clone()], views)
+    with pytest.raises(DumpError, match="the rows cannot run alone; pass step=: TypeError: cannot unpack"):
+        rank_rows(dump, model, loss, optimizer)
+    with pytest.raises(
+        DumpError, match="step= cannot run with a batch of one row: ZeroDivisionError: division by zero"
+    ):
+        rank_rows(dump, model, loss, optimizer, step=lambda *calls: 1 / 0)
+    other = dump_of_calls(tmp_path / "other", [X[:8].clone(), X[8:12].clone()], auxiliary)
+    with pytest.raises(DumpError, match=r"a batch of one row: the calls of the model have \[8, 4\] rows"):
+        rank_rows(other, model, loss, optimizer, step=lambda *calls: 1 / 0)
+
+
+class PlainLoss(nn.Module):
+    """A loss without an argument ``reduction``, so that no losses of rows are recorded."""
+
+    def forward(self, output, labels):
+        return (output - labels).square().mean()
+
+
+@pytest.mark.parametrize("scale", [1000, torch.nan])
+@pytest.mark.parametrize("loss", [nn.MSELoss(), PlainLoss()], ids=["stored", "computed"])
+def test_without_a_state_rows_are_ranked_by_stored_losses_or_with_the_weights_of_the_script(tmp_path, loss, scale):
+    x = X[:8].clone()
+    x[6] *= scale
+    dump = dump_of(Loop(tmp_path, loss=loss), (x, Y[:8].clone()), ids=[list("abcdefgh")])
+    arrays = dump.arrays("batch_rows.npz")
+    stored = dict(zip(arrays["ids"][-8:].tolist(), arrays["losses"][-8:].tolist(), strict=True))
     model = nn.Linear(6, 1)
-    ranking = rank_rows(dump, model, nn.MSELoss())
+    ranking = rank_rows(dump, model, loss)
+    assert [row.name for row in ranking.outliers] == ["g"]
     assert ranking.rows[0].name == "g"
-    assert "the dump has no state" in str(ranking)
+    is_stored = isinstance(loss, nn.MSELoss)
+    of_rows = {row.name: row.loss for row in ranking.rows}
+    assert (of_rows == pytest.approx(stored, nan_ok=True)) is is_stored
+    assert ("the losses are those of the training" in str(ranking)) is is_stored
+    assert ("the weights are those of the script" in str(ranking)) is not is_stored
+    assert ("gradient " in str(ranking.rows[0])) is not is_stored
     with pytest.raises(DumpError, match="no state and batches to replay"):
         verdict(dump, model, nn.MSELoss())
 

@@ -20,6 +20,14 @@ from ikkuna.support.failures import error_text
 if TYPE_CHECKING:
     from ikkuna.flight_recorder.dump_reading import Dump
 
+_PARTNERS = {
+    "rows": ("script",),
+    "verdict": ("script",),
+    "skip": ("rows", "verdict"),
+    "operations": ("script",),
+    "keep": ("operations",),
+}
+"""For each option, those of which it needs one."""
 _NAMES = ("model", "loss", "optimizer", "step", "rules", "names")
 
 
@@ -54,6 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, terminal: Terminal) -> int:
+    given = {name for name, value in vars(options).items() if value is not None and value is not False}
+    for name, partners in _PARTNERS.items():
+        if name in given and given.isdisjoint(partners):
+            raise ConfigError(f"--{name} needs --{' or --'.join(partners)}")
     dump = _chosen_dump(options, terminal)
     facts = {
         "dump": str(dump.path),
@@ -63,8 +75,6 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     }
     if options.find is not None:
         return _find(dump, options, terminal, facts)
-    if options.script is None and (options.rows or options.verdict):
-        raise ConfigError("--rows and --verdict need --script, the function that returns model, loss and optimizer")
     if options.script is None:
         terminal.answer(facts | {"reproduced": None}, dump)
         return 0
@@ -96,9 +106,13 @@ def _chosen_dump(options: argparse.Namespace, terminal: Terminal) -> "Dump":
 
     path = Path(options.path)
     if (path / INDEX).exists() or options.step is None:
-        return read_dump(path)
+        dump = read_dump(path)
+        if options.step not in (None, dump.step):
+            raise ConfigError(f"'{path}' is the dump of step {dump.step}, not of step {options.step}")
+        return dump
     run = Path(chosen_run(options.path, terminal, needs_values=False))
-    dumps = {index.parent: int(index.parent.name.split("_")[1]) for index in sorted(run.glob(f"dumps/step_*/{INDEX}"))}
+    numbers = {index.parent: index.parent.name.split("_")[1] for index in sorted(run.glob(f"dumps/step_*/{INDEX}"))}
+    dumps = {dump: int(number) for dump, number in numbers.items() if number.isdecimal()}
     if not (found := [dump for dump, step in dumps.items() if step == options.step]):
         there = f"; there are dumps of the steps {', '.join(map(str, sorted(set(dumps.values()))))}" if dumps else ""
         raise ConfigError(f"the run '{run}' has no dump of step {options.step}{there}")
@@ -169,7 +183,7 @@ def _result(reference: str, option: str) -> Any:
             return function()
     except ModuleNotFoundError as error:
         raise ConfigError(f"the module of {reference!r} cannot be imported: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frame = extract_tb(error.__traceback__)[-1]
         raise ConfigError(f"{error_text(error)} (line {frame.lineno} of {frame.filename})") from error
     raise ConfigError(f"{place} has no function {name!r}")
