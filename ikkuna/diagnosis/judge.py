@@ -116,6 +116,7 @@ class Alarm:
 
 
 _MOST_DEFERRED = 1000
+_LONG = 100  # steps
 
 LOSS_BETWEEN = "loss_between"
 """The kind of losses between two of those that rules read, as far as they are finite and no spikes."""
@@ -405,14 +406,18 @@ class Judge:
     def _decide(self, judged: set[Rule], step: int) -> list[Finding]:
         """Give findings the severity of their rules once the loss is known not to fall; return those that have become graver.
 
-        A rule must see its mistake still, which it knows at its samples alone.
+        A rule must see its mistake still, and one that judges again and again must have judged this step or none for long.
         """
         if not self._undecided or (falls := self._history.loss_falls) is None:
             return []
-        decided = set(self._undecided) if falls else self._undecided & judged
-        self._undecided -= decided
-        last = [rule for rule in self.rules if rule in decided and not falls and self._alarms[rule.name].is_seen]
-        graver = [self._list.aggravate(rule.name, rule.severity, step) for rule in last]
+        graver = []
+        for rule in [rule for rule in self.rules if rule in self._undecided]:
+            alarm, age = self._alarms[rule.name], step - self._latest.get(rule, step)
+            is_known = rule in judged or alarm.judged < 2 or age >= _LONG
+            if falls or alarm.is_over or (is_known and alarm.is_seen):
+                self._undecided.discard(rule)
+            if not falls and is_known and alarm.is_seen:
+                graver.append(self._list.aggravate(rule.name, rule.severity, step))
         return [finding for finding in graver if finding is not None]
 
     def _severity(self, rule: Rule, score: Score) -> str:

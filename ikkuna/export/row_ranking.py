@@ -156,18 +156,28 @@ def rank_rows(
 
 def rank_batch(run: ReplayRun, batch: dict[str, Any], note: str = "") -> RowRanking:
     """Rank the rows of what ``batches.pt`` holds of a step, with the present weights of the model of `run`."""
-    parts = parts_of(run.dump, batch)
     what = "the rows cannot run alone; pass step=" if run.step is None else "step= cannot run with a batch of one row"
     with explained(what):
+        parts = _parts(run, batch)
         with _evaluated(run.model, (BATCH_NORMS, *_RANDOM)):
-            if run.step is not None:
-                parts = _parts_of_step(run, batch, [part.count for part in parts])
             found = [_measure(run, part) for part in parts]
         values = np.concatenate(found)  # (rows, 2)
         together, whole = np.zeros((len(values), 1)), np.zeros(2)
         if run.step is None and any(isinstance(each, BATCH_NORMS) and each.training for each in run.model.modules()):
             together, whole = _measure_together(run, parts, found)
     return _ranked(run.dump, batch["step"], parts, (values, together, whole), note)
+
+
+def without_rows(run: ReplayRun, batch: dict[str, Any], rows: Iterable[RankedRow]) -> dict[str, Any]:
+    """Return what ``batches.pt`` holds of a step without some of the rows that `rank_batch` has ranked."""
+    calls, losses = list[Any](), list[Any]()
+    left_out = {(row.part, row.number) for row in rows}
+    for number, part in enumerate(_parts(run, batch)):
+        if left := [row for row in range(part.count) if (number, row) not in left_out]:
+            call, loss_call = part.of(left)
+            calls += call if run.step is not None else [call]
+            losses += loss_call if run.step is not None else [loss_call] if loss_call is not None else []
+    return batch | {"model_calls": calls, "loss_calls": losses}
 
 
 def _rank_stored(dump: Dump, batch: dict[str, Any]) -> RowRanking | None:
@@ -215,6 +225,15 @@ def _ranked(
         for i in order.tolist()
     )
     return RowRanking(step, rows, note)
+
+
+def _parts(run: ReplayRun, batch: dict[str, Any]) -> list[BatchRows]:
+    """Return the rows that are ranked together: of each micro-batch, or of what the user's step is called with."""
+    parts = parts_of(run.dump, batch)
+    if run.step is None:
+        return parts
+    with _evaluated(run.model, (BATCH_NORMS, *_RANDOM)):
+        return _parts_of_step(run, batch, [part.count for part in parts])
 
 
 def parts_of(dump: Dump, batch: dict[str, Any]) -> list[BatchRows]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ikkuna.errors import DumpError
 from ikkuna.export.replay import Replay, ReplayRun, Step, check_fits, prepare, restore_state
-from ikkuna.export.row_ranking import RankedRow, parts_of, rank_batch
+from ikkuna.export.row_ranking import RankedRow, rank_batch, without_rows
 from ikkuna.flight_recorder.capture import copy_state
 from ikkuna.flight_recorder.dump_reading import Dump
 from ikkuna.flight_recorder.operations import fingerprint
@@ -278,10 +278,8 @@ class _Trial:
         """Return the verdict of a batch with a high loss: certain if other batches have a low one, and few rows have all of it."""
         if not are_others_low and self._has_risen():
             return self._result("rate", False)
-        rows = self._rows()
-        is_few = bool(rows) and len(rows) <= max(
-            _FEW * sum(part.count for part in parts_of(self._run.dump, self._steps[-1])), 1
-        )
+        rows, count = self._rows()
+        is_few = 0 < len(rows) <= max(_FEW * count, 1)
         if not (are_others_low or is_few):
             return self._result(None, False)
         return self._result("row", are_others_low and is_few, rows)
@@ -335,31 +333,24 @@ class _Trial:
         changed = len(differing.keys() & self._state["parameters"].keys())
         return "state", bool(differing) and not is_other and changed < _MOST * trained
 
-    def _rows(self) -> tuple[RankedRow, ...]:
-        """Return the rows that stand out, if the loss does not jump without them."""
+    def _rows(self) -> tuple[tuple[RankedRow, ...], int]:
+        """Return the rows that stand out, if the loss does not jump without them, and the number of all."""
         restore_state(self._run.model, pytree.tree_map_only(Tensor, torch.clone, self._state), self._optimizers)
         for batch in self._steps[:-1]:
             self._run.run(batch)
         batch = self._steps[-1]
         try:
-            rows = rank_batch(self._run, batch).outliers
+            ranking = rank_batch(self._run, batch)
         except DumpError as error:
             self._evidence.append(str(error))
-            return ()
-        parts = parts_of(self._run.dump, batch)
-        if not rows or len(rows) >= sum(part.count for part in parts):
+            return (), 0
+        rows, count = ranking.outliers, len(ranking.rows)
+        if not 0 < len(rows) < count:
             self._evidence.append("no row of the batch stands out")
-            return ()
-        kept: dict[str, list[Any]] = {"model_calls": [], "loss_calls": []}
-        for number, part in enumerate(parts):
-            left_out = {row.number for row in rows if row.part == number}
-            if left := [row for row in range(part.count) if row not in left_out]:
-                call, loss_call = part.of(left)
-                kept["model_calls"].append(call)
-                kept["loss_calls"] += [] if loss_call is None else [loss_call]
-        rest = self._again(self._state, [*self._steps[:-1], batch | kept]).loss[1]
+            return (), count
+        rest = self._again(self._state, [*self._steps[:-1], without_rows(self._run, batch, rows)]).loss[1]
         self._say("without the rows that stand out", rest)
-        return () if self._jumps(rest) else rows
+        return (() if self._jumps(rest) else rows), count
 
 
 def _or_infinite(loss: float) -> float:

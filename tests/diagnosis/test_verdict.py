@@ -156,6 +156,34 @@ def test_a_step_with_several_calls_gets_all_of_them_with_one_row(tmp_path, compu
     assert ranking.rows[0].loss == pytest.approx(float(expected) ** 2, rel=1e-3)
 
 
+def test_the_verdict_of_a_step_with_several_calls_names_the_row(tmp_path):
+    def build():
+        torch.manual_seed(0)
+        model, loss = nn.Linear(6, 4), nn.MSELoss()
+        optimizer = torch.optim.SGD(model.parameters(), 0.001)
+
+        def step(model_calls, loss_calls):
+            optimizer.zero_grad()
+            loss(*(model(*args) for args, _ in model_calls)).backward()
+            optimizer.step()
+
+        return model, loss, optimizer, step
+
+    model, loss, _, step = build()
+    generator = torch.Generator().manual_seed(0)
+    recorder = RecorderOptions(state_every=1, burst=0)
+    monitor = ikkuna.watch(model, loss=loss, log_dir=tmp_path, recorder=recorder, verbosity=0)
+    for number in range(60):
+        x = torch.randn(16, 6, generator=generator)
+        x[5] *= 1000 if number == 50 else 1
+        step([((x,), {}), ((1.1 * x,), {})], [])
+    monitor.close()
+    [dump] = [found for found in map(read_dump, monitor.dumps) if found.step == 50]
+    *parts, again = build()
+    found = verdict(dump, *parts, step=again)
+    assert (found.cause, found.is_certain, [row.number for row in found.rows]) == ("row", True, [5])
+
+
 def test_rows_that_cannot_run_are_one_error_that_names_step(tmp_path):
     model, loss = nn.Linear(6, 1), nn.MSELoss()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)

@@ -109,14 +109,24 @@ def test_findings_of_earlier_versions_are_read(tmp_path):
     assert found.details() == [("Measured", "1 from activations_sparsity")]
 
 
-def test_what_speaks_against_a_finding_is_said_while_it_does():
+@pytest.mark.parametrize(
+    ("judged", "values", "severity"),
+    [
+        (range(3, 12), {3, 4, 5, 6, 7, 8, 9, 10, 11}, "warning"),
+        (range(3, 4), {3}, "warning"),  # a rule that judges once, such as that of the first loss
+        (range(3, 12), {3}, "info"),  # the mistake is over
+    ],
+    ids=["lasting", "once", "over"],
+)
+def test_what_speaks_against_a_finding_is_said_while_it_does(judged, values, severity):
     class SlowRule(ikkuna.diagnosis.Rule):
         """A test."""
 
         name, needs, severity, severity_while_falling, patience = "slow", {"loss": ""}, "warning", "info", 1
 
         def scores(self, history):
-            yield ikkuna.diagnosis.Score(float(history.step == 3), 1.0)
+            if history.step in judged:
+                yield ikkuna.diagnosis.Score(float(history.step in values), 1.0)
 
     judge = ikkuna.diagnosis.Judge([SlowRule()])
     for step in range(12):
@@ -127,7 +137,7 @@ def test_what_speaks_against_a_finding_is_said_while_it_does():
     assert early.severity == "info"
     assert "if it does not, this is a warning" in dict(early.details())["Against it"]
     [late] = judge.findings
-    assert (late.severity, late.against) == ("warning", ())
+    assert (late.severity, late.against == ()) == (severity, severity == "warning")
 
 
 def test_what_was_usual_is_shown_without_a_threshold():
