@@ -27,6 +27,7 @@ from ikkuna.store.append_file import make_directories, reason
 from ikkuna.store.names import Series, SeriesGroup
 from ikkuna.store.quantity import NEUTRAL, Quantity
 from ikkuna.store.run_directory import (
+    RUN_FILE,
     Continued,
     ControlFile,
     RunFile,
@@ -195,7 +196,8 @@ class Run:
         with self._lock:
             if directory != self._directory:
                 return
-            self._write_run_file(directory)  # the directory may have been deleted, and made again for values
+            if not os.path.exists(directory / RUN_FILE):  # the directory was deleted, and made again for values
+                self._write_run_file(directory)
             if len(self._quantities) != self._stored_quantities:
                 known = dict(self._quantities)
                 self._stored_quantities = len(known)

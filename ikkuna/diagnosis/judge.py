@@ -116,7 +116,8 @@ class Alarm:
 
 
 _MOST_DEFERRED = 1000
-_LONG = 100  # steps
+_LONG = 100
+"""The number of steps after which the last judgement of a rule decides although the rule may judge again."""
 
 LOSS_BETWEEN = "loss_between"
 """The kind of losses between two of those that rules read, as far as they are finite and no spikes."""
@@ -406,17 +407,17 @@ class Judge:
     def _decide(self, judged: set[Rule], step: int) -> list[Finding]:
         """Give findings the severity of their rules once the loss is known not to fall; return those that have become graver.
 
-        A rule must see its mistake still, and one that judges again and again must have judged this step or none for long.
+        A rule must still see its mistake: in this step, or in its last judgement if it has judged once or not for long.
         """
         if not self._undecided or (falls := self._history.loss_falls) is None:
             return []
         graver = []
         for rule in [rule for rule in self.rules if rule in self._undecided]:
             alarm, age = self._alarms[rule.name], step - self._latest.get(rule, step)
-            is_known = rule in judged or alarm.judged < 2 or age >= _LONG
-            if falls or alarm.is_over or (is_known and alarm.is_seen):
+            is_seen = alarm.is_seen and (rule in judged or alarm.judged < 2 or age >= _LONG)
+            if falls or alarm.is_over or is_seen:
                 self._undecided.discard(rule)
-            if not falls and is_known and alarm.is_seen:
+            if is_seen and not falls:
                 graver.append(self._list.aggravate(rule.name, rule.severity, step))
         return [finding for finding in graver if finding is not None]
 

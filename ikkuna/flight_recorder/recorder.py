@@ -134,8 +134,8 @@ class CoolDown:
         step : int
             The step.
         importances : collection of int
-            Those of its reasons.  A recent dump prevents this one if for each of them it has the same importance, or a higher one than
-            that and than a jump has.  `AT_END` may use the dump that is kept.
+            Those of its reasons, of which one must be allowed.  It is not if a recent dump has the same importance, or one that is
+            higher than this and than that of a jump.  `AT_END` may use the dump that is kept.
         """
         failed = [dump for dump in self._dumps if dump[2]()]
         if failed:

@@ -98,7 +98,7 @@ class FirstSteps:
         self._returns += bool(used) and self._have_returned(optimizer, used)
         self._began |= {key: each.named.parameter.detach().clone() for key, each in used.items()}
         if self._returns == _RETURNS == self._steps - 2:  # the first two steps have nothing to compare with
-            detail = f"Each of {self._steps} steps that were read has begun with the same weights."
+            detail = f"Each of the {self._steps} steps that were read has begun with the same weights."
             self._found(WEIGHTS_RESTORED.found(0, detail=detail, at_most="warning"))
         return self if self._steps < _STEPS else None
 
