@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 
 import hypothesis
 import pytest
@@ -24,11 +25,20 @@ def bus() -> MessageBus:
     return MessageBus("test")
 
 
-@pytest.fixture(autouse=True, scope="module")
+_frozen_modules = 0
+
+
+@pytest.fixture(autouse=True)
 def imported_objects_are_not_searched():
-    """Keep the collector, and the search of an exporter for optimizers, from the millions of objects of imported libraries."""
-    gc.collect()
-    gc.freeze()
+    """Keep the collector, and the search of an exporter for optimizers, from the millions of objects of imported libraries.
+
+    They are set aside again after a test that has imported a library, such as torch's compiler.
+    """
+    global _frozen_modules
+    if (modules := len(sys.modules)) > _frozen_modules + 50:
+        gc.collect()
+        gc.freeze()
+        _frozen_modules = modules
 
 
 @pytest.fixture(autouse=True)
