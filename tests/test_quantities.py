@@ -85,7 +85,7 @@ def test_the_run_stores_what_its_kinds_are(runs):
     assert (loudness.unit, loudness.low, loudness.high, loudness.scale) == ("dB", -200.0, 0.0, "signed")
     assert (loudness.sources, loudness.statistics) == (("weights",), ("sumsq",))
     assert not run.quantity("weights_jitter").is_comparable
-    assert run.network_kinds()[0] == "brightness"
+    assert run.network_series()[0] == ("brightness", None)
     assert run.quantity("nothing") is NEUTRAL
 
 

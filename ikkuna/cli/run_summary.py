@@ -192,7 +192,7 @@ def write_summary(
         run.series(kind)  # raises the error that names the kinds
     terminal.write(
         terminal.styled(str(run.path), "bold")
-        + f"  {run.last_step + 1} steps, {run.count} values, {module_count(run)} modules"
+        + f"  {run.count} values to step {run.last_step}, {module_count(run)} modules"
     )
     if run.lost:
         terminal.write(terminal.styled(f"{run.lost} bytes or lines are damaged and were skipped", "red"))
@@ -212,9 +212,10 @@ def _write_network(run: StoredRun, terminal: Terminal) -> None:
     limits = f"{'min':>11}{'max':>11}" if is_wide else ""
     terminal.write(terminal.styled(f"{'network':<28}{'last':>11}{limits}", "bold"))
     for pass_name in run.passes():
-        for kind in run.network_kinds(pass_name):
-            values = run.series(kind, None, pass_name).values
-            label = kind if pass_name == "training" else f"{kind}.{pass_name}"
+        for kind, name in run.network_series(pass_name):
+            values = run.series(kind, name, pass_name).values
+            series = f"{kind}/{name}" if name else kind
+            label = series if pass_name == "training" else f"{series}.{pass_name}"
             finite = values[np.isfinite(values)]
             ends = (f"{finite.min():.3g}", f"{finite.max():.3g}") if len(finite) else ("-", "-")
             limits = f"{ends[0]:>11}{ends[1]:>11}" if is_wide else ""

@@ -22,7 +22,7 @@ from ikkuna.errors import ConfigError, ConfigTypeError, IkkunaError, unknown_nam
 from ikkuna.export.attachment import Attachment
 from ikkuna.export.exporter import Exporter
 from ikkuna.metrics.live_rules import RuleSubscriber
-from ikkuna.metrics.messages.kinds import EVENT_KINDS, LOGGED
+from ikkuna.metrics.messages.kinds import EVENT_KINDS
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.numerics.bands import quartiles, unusual_rows
 from ikkuna.observation.checkpoint import store_finished
@@ -30,6 +30,7 @@ from ikkuna.printable import printable, text_table
 from ikkuna.store import SeriesValues, StoredRun
 from ikkuna.store.finding import Finding
 from ikkuna.store.names import Series
+from ikkuna.store.quantity import LOGGED
 from ikkuna.store.values import ModuleOrder
 from ikkuna.support.console import announce
 from ikkuna.support.modules import class_name
@@ -258,20 +259,18 @@ def network_table(run: StoredRun) -> SummaryTable:
     """Return a row for each series that belongs to no module: first and last value, minimum and maximum."""
     rows = []
     for pass_name in run.passes():
-        for kind in run.network_kinds(pass_name):
-            label = run.quantity(kind).label(kind)
+        for kind, name in run.network_series(pass_name):
+            label = run.quantity(kind).label(f"{kind}/{name}" if name else kind)
             title = label if pass_name == "training" else f"{label} ({pass_name})"
-            rows.append((title, *_cells(run.series(kind, None, pass_name).values)))
+            rows.append((title, *_cells(run.series(kind, name, pass_name).values)))
     return SummaryTable("", ("network", "first", "last", "min", "max"), rows)
 
 
 def spread_table(run: StoredRun) -> SummaryTable:
     """Return a row for each kind of modules: the least, median and greatest last value, and the modules that have them."""
     rows: list[tuple[str, ...]] = []
-    for kind in run.kinds():
+    for kind in sorted(run.module_kinds()):
         names = [name for name in run.names(kind) if name is not None]
-        if not names:
-            continue
         last = np.array([run.series(kind, name).values[-1] for name in names])
         finite = np.flatnonzero(np.isfinite(last))
         bad = str(len(last) - len(finite) or "")

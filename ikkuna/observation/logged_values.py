@@ -15,13 +15,13 @@ from ikkuna.distributed.dtensor import is_distributed
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.bus.delivery import Delivery, Item
-from ikkuna.metrics.messages.kinds import LOGGED
 from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.numerics.elements import has_numbers
 from ikkuna.numerics.statistics import Record
 from ikkuna.numerics.statistics.histogram import Histogram
 from ikkuna.store.names import Series
+from ikkuna.store.quantity import LOGGED
 from ikkuna.store.values import Image, Matrix, is_histogram, is_pixels
 from ikkuna.support.device_thread import HostCopy
 from ikkuna.support.failures import log, raise_users_exception

@@ -11,7 +11,7 @@ from ikkuna.diagnosis.findings import Findings
 from ikkuna.diagnosis.stored_values import first_values
 from ikkuna.report.charts import ReportChart, ReportCurve, chart_of
 from ikkuna.store import StoredRun
-from ikkuna.store.quantity import NEUTRAL, Quantity, network_order
+from ikkuna.store.quantity import LOGGED, NEUTRAL, Quantity, network_order
 from ikkuna.store.run_directory import stored_facts
 
 _TIMES = 100
@@ -62,30 +62,34 @@ def _texts(value: object) -> dict[str, str]:
 def network_charts(
     contents: Sequence[RunContent], only: str | None = None, within: tuple[float, float] = (-math.inf, math.inf)
 ) -> list[ReportChart]:
-    """Return a chart for each kind of the whole network, with a curve for each run and pass; the loss is first.
+    """Return a chart for each kind that belongs to no module, with a curve for each run, pass and name; the loss is first.
+
+    Each value that the user logs has a chart of its own.
 
     Parameters
     ----------
     contents : sequence of RunContent
         The runs.
     only : str, optional
-        Return the chart of this kind alone.
+        Return the chart of this kind alone; that of a logged value is ``logged/name``.
     within : (float, float)
         The steps to show.
     """
-    kinds: dict[str, list[ReportCurve]] = {}
+    charts: dict[str, list[ReportCurve]] = {}
     for content in contents:
         for pass_name in content.run.passes():
-            for kind in content.run.network_kinds(pass_name):
-                if only not in (None, kind):
+            for kind, name in content.run.network_series(pass_name):
+                chart = f"{kind}/{name}" if kind == LOGGED else kind
+                if only not in (None, chart):
                     continue
-                found = content.run.series(kind, None, pass_name)
+                found = content.run.series(kind, name, pass_name)
                 parts = [content.name] if len(contents) > 1 else []
                 parts += [pass_name] if pass_name != "training" or not parts else []
-                colour = content.colour if len(contents) > 1 else len(kinds.get(kind, ()))
-                kinds.setdefault(kind, []).append(ReportCurve(" · ".join(parts), found.steps, found.values, colour))
-    quantities = {kind: _quantity(contents, kind) for kind in kinds}
-    order = sorted(kinds, key=lambda kind: network_order(kind, quantities[kind]))
+                parts += [name] if name and chart == kind else []
+                colour = content.colour if len(contents) > 1 else len(charts.get(chart, ()))
+                charts.setdefault(chart, []).append(ReportCurve(" · ".join(parts), found.steps, found.values, colour))
+    quantities = {chart: _quantity(contents, chart) for chart in charts}
+    order = sorted(charts, key=lambda chart: network_order(chart, quantities[chart]))
     findings = [
         replace(found, rule=f"{content.name} {found.rule}") if len(contents) > 1 else found
         for content in contents
@@ -93,15 +97,15 @@ def network_charts(
     ]
     return [
         chart_of(
-            kind,
-            kinds[kind],
-            kind=kind,
-            quantity=quantities[kind],
+            chart,
+            charts[chart],
+            kind=chart,
+            quantity=quantities[chart],
             findings=findings,
-            lines=_guesses(contents, kind),
+            lines=_guesses(contents, chart),
             within=within,
         )
-        for kind in order
+        for chart in order
     ]
 
 

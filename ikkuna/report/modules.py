@@ -233,7 +233,7 @@ def module_rows(run: StoredRun) -> tuple[list[str], list[ModuleRow]]:
         for kind in kinds
     ]
     rows = []
-    for name in filter(run.order.belongs, run.module_names()):
+    for name in run.module_names():
         entry, owner = entries.get(name), run.order.entry(name)
         cells = [column.get(name, ("", "")) for column in columns]
         if entry is None and owner is not None and not any(text for text, _ in cells):

@@ -198,7 +198,7 @@ def _unjudged(findings: Findings) -> dict[str, str]:
 
 def _facts(run: StoredRun) -> list[str]:
     """Return sentences about the size of a run, and about what is missing."""
-    facts = [f"{run.last_step + 1:,} steps", f"{run.count:,} values", f"{len(run.kinds(None)):,} kinds"]
+    facts = [f"{run.count:,} values to step {run.last_step:,}", f"{len(run.kinds(None)):,} kinds"]
     if run.modules:
         facts.append(f"{len(run.modules):,} modules, {sum(entry.count for entry in run.modules):,} parameters")
     if run.lost:

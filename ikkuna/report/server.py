@@ -287,7 +287,7 @@ def _row(name: str, server: RunServer, path: Path) -> dict[str, Any]:
     """Return what the list shows of a run."""
     stored = read_run_file(path)
     row = {"name": name, "created": getattr(stored, "created", "")[:19].replace("T", " ")}
-    empty = {"steps": "", "loss": "", "curve": "", "findings": ""}
+    empty = {"last_step": "", "loss": "", "curve": "", "findings": ""}
     try:
         live = server.run(name)
     except ConfigError:  # it has no value yet
@@ -296,7 +296,7 @@ def _row(name: str, server: RunServer, path: Path) -> dict[str, Any]:
         content = live.refresh()
         run = content.run
         row |= {
-            "steps": f"{run.last_step + 1:,}",
+            "last_step": f"{run.last_step:,}",
             "findings": ", ".join(f"{f.severity}: {f.rule}" for f in content.findings),
         }
         if None not in run.names("loss"):

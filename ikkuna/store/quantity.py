@@ -14,11 +14,14 @@ SCALES = ("linear", "log", "share", "signed")
 _SUBSCRIBERS = "ikkuna.export.subscriber"
 _JUDGEMENTS = ("", "good", "bad")
 
+LOGGED = "logged"
+"""Values that the user logs by name (see ``Exporter.log``), which are of no module, whatever they are called."""
+
 _STEP = (
     *("batch_started", "batch_finished", "input_data", "layer_inputs", "activations", "observed"),
     *("network_output", "input_labels", "loss", "layer_gradients", "weight_micro_gradients", "bias_micro_gradients"),
     *("weight_gradients_unclipped", "bias_gradients_unclipped", "weight_gradients", "bias_gradients"),
-    *("weight_updates", "bias_updates", "weights", "biases", "logged", "epoch_started", "epoch_finished"),
+    *("weight_updates", "bias_updates", "weights", "biases", LOGGED, "epoch_started", "epoch_finished"),
 )
 """The built-in kinds in the order in which a step computes them; learning rates are those of ``batch_finished``."""
 

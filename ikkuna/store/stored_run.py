@@ -3,14 +3,14 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.errors import ConfigError, unknown_name
 from ikkuna.store.names import Series
-from ikkuna.store.quantity import NEUTRAL, Quantity, installed_quantities, network_order, step_order
+from ikkuna.store.quantity import LOGGED, NEUTRAL, Quantity, installed_quantities, network_order, step_order
 from ikkuna.store.run_contents import RunFilesReader
 from ikkuna.store.run_directory import read_run_file
 from ikkuna.store.stored_value import StoredHistogram
@@ -172,15 +172,22 @@ class StoredRun:
         """Return what a kind is; neutral if no subscriber declares it."""
         return self.quantities.get(kind, NEUTRAL)
 
-    def network_kinds(self, pass_name: str = TRAINING) -> list[str]:
-        """Return the kinds with values of the whole network; the most important ones first, such as the loss."""
-        found = [kind for kind in self.kinds(pass_name) if None in self.names(kind, pass_name)]
-        return sorted(found, key=lambda kind: network_order(kind, self.quantity(kind)))
+    def network_series(self, pass_name: str = TRAINING) -> list[tuple[str, str | None]]:
+        """Return kinds and names of the series that belong to no module; the most important kinds are first, such as the loss.
+
+        They are those of the whole network, and those with a name of their own: logged values, and the rates of groups.
+        """
+        all_names = ((kind, name) for kind in self.kinds(pass_name) for name in self.names(kind, pass_name))
+        found = [(kind, name) for kind, name in all_names if not self._is_of_module(name, kind)]
+        return sorted(found, key=lambda series: network_order(series[0], self.quantity(series[0])))
 
     def module_kinds(self) -> list[str]:
         """Return the kinds with values of modules, in the order in which a step computes them."""
-        found = [kind for kind in self.kinds() if any(name is not None for name in self.names(kind))]
+        found = [kind for kind in self.kinds() if any(self._is_of_module(name, kind) for name in self.names(kind))]
         return sorted(found, key=lambda kind: (step_order(kind, self.quantities), kind))
+
+    def _is_of_module(self, name: str | None, kind: str) -> TypeGuard[str]:
+        return name is not None and kind != LOGGED and self.order.belongs(name)
 
     def passes(self) -> tuple[str, ...]:
         """Return the names of the passes, the training first."""
@@ -194,7 +201,7 @@ class StoredRun:
 
     def module_names(self) -> tuple[str, ...]:
         """Return the names of all modules and of all series of modules, in the order of the network."""
-        named = {name for found in self._index.values() for name in found if name is not None}
+        named = {name for (kind, _), found in self._index.items() for name in found if self._is_of_module(name, kind)}
         named |= {entry.name for entry in self.modules}
         return tuple(sorted(named, key=self.order.key))
 

@@ -59,6 +59,9 @@ filter.dispatchEvent(new Event("input", {bubbles: true}));
 found.filtered = rows();
 (async () => {try {
   await wait(500);
+  const charts = [...document.querySelectorAll("[data-chart]")];
+  const rates = charts.find(each => JSON.parse(each.dataset.chart).curves.length === 2);
+  found.marks = rates.plot.axes[1]._values.filter(text => text);
   found.kinds = [...document.querySelectorAll("figcaption")].map(each => each.textContent.trim());
   over("mousemove", 0);
   await wait(100);
@@ -101,6 +104,8 @@ def found(tmp_path_factory):
     backend.describe([ModuleEntry(name, "Linear", (("weight", (2, 2)),)) for name in NAMES])
     for i, step in enumerate((0, 10)):
         backend.add_scalar(Series("loss"), 0.5 - i / 4, step)
+        for group, rate in (("group 0", 0.1), ("group 1", 0.01)):
+            backend.add_scalar(Series("learning_rate", group), rate, step)
         for name, values in zip(NAMES, VALUES, strict=True):
             backend.add_scalar(Series("weights_norm2", name), values[i], step)
         backend.commit(step)
@@ -116,6 +121,10 @@ def found(tmp_path_factory):
 
 def test_the_script_raises_no_error(found):
     assert found["errors"] == []
+
+
+def test_a_logarithmic_axis_that_begins_below_a_power_of_ten_has_marks(found):
+    assert found["marks"] == ["0.01", "0.02", "0.05", "0.1"]
 
 
 def test_the_pointer_shows_the_values_of_a_chart(found):

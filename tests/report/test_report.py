@@ -1,6 +1,7 @@
 """A report is one page that needs nothing else, and shows what is in a run, whatever that is."""
 
 import base64
+import io
 import json
 import platform
 import re
@@ -17,6 +18,8 @@ import ikkuna
 from ikkuna import cli
 from ikkuna.backends.pictures.cells import COLOURS, MISSING, NONFINITE, ZERO, ColourScale
 from ikkuna.backends.tensorboard import TensorBoardBackend
+from ikkuna.cli.run_summary import write_summary
+from ikkuna.cli.terminal import Terminal
 from ikkuna.diagnosis import Finding, Findings
 from ikkuna.errors import ConfigError
 from ikkuna.reading import read_run
@@ -296,6 +299,33 @@ def test_tables_of_modules_contain_modules_only(tmp_path):
     run = read_run(tmp_path)
     assert [row.name for row in module_rows(run)[1]] == [entry.name for entry in run.modules]
     assert "my value" not in next(kind_tables(run)).names
+
+
+def test_values_of_no_module_have_charts_and_rows(tmp_path):
+    from ikkuna.export.subscriber import LearningRateSubscriber
+
+    model, summary = small_model(), io.StringIO()
+    groups = [{"params": [parameter], "lr": 0.1 / (1 + i)} for i, parameter in enumerate(model.parameters())]
+    optimizer = torch.optim.SGD(groups)
+    with ikkuna.watch(model, LearningRateSubscriber(), log_dir=tmp_path, verbosity=0, rules=None) as watched:
+        for step in range(3):
+            model(torch.ones(4, 4)).sum().backward()
+            optimizer.step()
+            watched.log("first", 10.0 * step)  # also the name of a module
+            watched.log("val_loss", step)
+    run = watched.read()
+    charts = {chart.kind: chart.data["curves"] for chart in network_charts([RunContent("a", run)])}
+    assert [curve["values"] for curve in charts["logged/first"]] == [[0.0, 10.0, 20.0]]
+    assert [curve["values"] for curve in charts["logged/val_loss"]] == [[0.0, 1.0, 2.0]]
+    rates = {curve["name"].rpartition("group ")[2]: set(curve["values"]) for curve in charts["learning_rate"]}
+    assert rates == {str(i): {round(group["lr"], 6)} for i, group in enumerate(groups)}
+    assert [chart.kind for chart in network_charts([RunContent("a", run)], "logged/first")] == ["logged/first"]
+    assert not {"logged", "learning_rate"} & set(run.module_kinds())
+    assert "logged" not in module_rows(run)[0]
+    write_summary(run, Terminal(summary))
+    for text in (str(watched.summary()), summary.getvalue()):
+        assert re.search(r"^logged/first +(0 +)?20 ", text, re.MULTILINE)
+        assert re.search(r"^learning_rate/group 1 .*0\.05", text, re.MULTILINE)
 
 
 def test_modules_of_findings_are_the_first(tmp_path):

@@ -145,7 +145,7 @@ def test_runs_are_listed_with_loss_and_findings(server, writer):
     writer.find(Finding("dead_units", "error", "All are 0.", "a", step=3))
     status, text, _ = ask(server, "/")
     assert status == 200
-    for shown in ('href="run?name=run0001"', "error: dead_units", "0.05", ">20<", "<polyline"):
+    for shown in ('href="run?name=run0001"', "error: dead_units", "0.05", ">19<", "<polyline"):
         assert shown in text
     assert "run0002" not in text
 
@@ -155,7 +155,7 @@ def test_a_run_that_is_being_written_is_followed(server, writer):
     assert 'data-follow="state?name=run0001"' in page
     [state] = re.findall(r'data-state="([^"]+)"', page)
     assert ask(server, "/state?name=run0001")[1] == state
-    assert "20 steps" in page
+    assert "to step 19" in page
     for step in range(20, 30):
         writer.step(step, 7.0)
     writer.find(Finding("loss_spike", "warning", "It jumps.", step=25))
@@ -165,7 +165,7 @@ def test_a_run_that_is_being_written_is_followed(server, writer):
     assert data["curves"][0]["values"][-1] == 7.0
     assert [mark[0] for mark in data["marks"]] == [25]
     head = ask(server, "/part?name=run0001&part=head")[1]
-    assert "30 steps" in head
+    assert "to step 29" in head
     assert "It jumps." in head
 
 

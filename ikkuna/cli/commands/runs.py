@@ -6,6 +6,8 @@ from typing import Any
 
 from ikkuna.cli.terminal import Terminal
 
+_COLUMNS = ("run", "created", "last_step", "loss", "findings")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="LOGDIR", nargs="?", default="run", help="a directory of runs (default: run)")
@@ -23,13 +25,14 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         terminal.progress(f"reading {path}")
         rows.append(_facts(path))
     terminal.progress("")
-    cells = [
-        tuple("-" if each is None else f"{each:.4g}" if isinstance(each, float) else str(each) for each in row.values())
-        for row in rows
-    ]
+    cells = [tuple(_text(row[name]) for name in _COLUMNS) for row in rows]
     empty = f"'{directory}' contains no run"
-    terminal.answer(rows, (lambda: terminal.write_table(tuple(rows[0]), cells)) if rows else empty)
+    terminal.answer(rows, (lambda: terminal.write_table(_COLUMNS, cells)) if rows else empty)
     return 0
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _facts(path: Path) -> dict[str, Any]:
@@ -40,7 +43,7 @@ def _facts(path: Path) -> dict[str, Any]:
     from ikkuna.store.run_directory import read_run_file
 
     created = getattr(read_run_file(path), "created", "")[:19].replace("T", " ") or None
-    facts: dict[str, Any] = {"run": str(path), "created": created, "steps": None, "loss": None, "findings": None}
+    facts = dict.fromkeys((*_COLUMNS, "steps")) | {"run": str(path), "created": created}
     try:
         with_values = read_run(path)
     except ConfigError:
@@ -48,7 +51,8 @@ def _facts(path: Path) -> dict[str, Any]:
     loss = with_values.series("loss").values[-1] if None in with_values.names("loss") else None
     found = ", ".join(finding_steps(with_values)) or None
     return facts | {
-        "steps": with_values.last_step + 1,
+        "last_step": with_values.last_step,
         "loss": None if loss is None else float(loss),
         "findings": found,
+        "steps": with_values.last_step + 1,
     }

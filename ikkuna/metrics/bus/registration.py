@@ -7,10 +7,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ikkuna.errors import ConfigError, UnknownKindError, unknown_name
-from ikkuna.metrics.messages.kinds import BUILT_IN, EVENT_KINDS, LOGGED, OBSERVED, is_built_in, is_of_module
+from ikkuna.metrics.messages.kinds import BUILT_IN, EVENT_KINDS, OBSERVED, is_built_in, is_of_module
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.metrics.subscriber.subscription import Subscription
+from ikkuna.store.quantity import LOGGED
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.modules import NamedModule
 

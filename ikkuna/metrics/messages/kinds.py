@@ -1,5 +1,7 @@
 """The built-in kinds of messages."""
 
+from ikkuna.store.quantity import LOGGED
+
 FORWARD_KINDS = ("layer_inputs", "activations", "layer_gradients")
 """Recorded when a module is called: its inputs, its outputs, and the gradient of the loss with respect to its outputs."""
 
@@ -40,9 +42,6 @@ FACT_KINDS = (
 
 OBJECTIVE = "objective"
 """The path of what ``backward()`` is called on, as a ``loss`` beside that of the loss module."""
-
-LOGGED = "logged"
-"""Numbers that the user logs by name (see ``Exporter.log``); the name is the path of the message."""
 
 NETWORK_KINDS = ("input_data", *MEASURED_TOGETHER, *EVENT_KINDS, LOGGED)
 """The kinds of the whole network."""

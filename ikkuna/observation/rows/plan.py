@@ -15,7 +15,6 @@ from ikkuna.metrics.messages.batch import BatchNames, message_name
 from ikkuna.metrics.messages.kinds import (
     EVENT_KINDS,
     FORWARD_KINDS,
-    LOGGED,
     MICRO_KINDS,
     PARAMETER_KINDS,
     STATE_PREFIXES,
@@ -29,6 +28,7 @@ from ikkuna.metrics.subscriber.subscription import Sampling
 from ikkuna.numerics.statistics import EXACT_COUNTS, HISTOGRAMS, needed_fields
 from ikkuna.numerics.statistics.native.kernels import NOTHING as NOT_MEASURED
 from ikkuna.numerics.statistics.native.kernels import PYTHON, flags_of
+from ikkuna.store.quantity import LOGGED
 
 
 @dataclass(frozen=True, slots=True, eq=False)

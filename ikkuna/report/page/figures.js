@@ -244,6 +244,26 @@ function limits(plot, low, high) {
   const margin = 0.05 * (high - low) || Math.abs(high) * 0.1 || 1;
   return [low >= 0 && data.scale !== "asinh" ? Math.max(low - margin, 0) : low - margin, high + margin];
 }
+// uPlot's own marks of a logarithmic axis do not end if the axis begins a little below a power of ten.
+function decades(low, high) {
+  const found = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
+    for (let digit = 1; digit < 10; digit++) found.push(Number(digit + "e" + power));
+  return found.filter(value => value >= low && value <= high);
+}
+function logMarks(plot, axis, low, high) {
+  const least = plot.numbers.scale === "log" ? low : plot.numbers.least;
+  const above = high > 0 ? decades(Math.max(least, low), high) : [], below = low < 0 ? decades(Math.max(least, -high), -low).map(value => -value).reverse() : [];
+  const marks = [...below, ...(low <= 0 && high >= 0 ? [0] : []), ...above];
+  if (marks.length > 2) return marks;
+  const unit = 10 ** Math.floor(Math.log10((high - low) / 6)), step = unit * [1, 2, 5, 10].find(factor => high - low <= 6 * factor * unit);
+  return Array.from({length: Math.floor(high / step) - Math.ceil(low / step) + 1}, (_, i) => Number(((Math.ceil(low / step) + i) * step).toPrecision(12)));
+}
+function labelled(plot, marks) {
+  if (marks.length < 7) return marks;
+  const digit = value => Number(Math.abs(value).toExponential()[0]), powers = marks.filter(value => digit(value) < 2), often = Math.ceil(powers.length / 8);
+  return marks.map(value => digit(value) < 2 ? (powers.indexOf(value) % often ? null : value) : powers.length < 4 && [2, 5].includes(digit(value)) ? value : null);
+}
 function makeChart(card) {
   const data = JSON.parse(card.dataset.chart), box = card.querySelector(".plot"), count = data.curves.length;
   const table = joined(data), middle = count >> 1, isFaint = i => data.band && i !== middle;
@@ -265,7 +285,7 @@ function makeChart(card) {
     scales: {x: {time: false}, y: {distr: {log: 3, asinh: 4}[data.scale] || 1, asinh: data.least, log: 10, range: limits}},
     axes: [
       {stroke: () => css("soft"), grid: {stroke: () => css("grid"), width: 1}, ticks: {show: false}, size: 28, incrs: isTime ? undefined : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8, 1e9, 1e10, 1e12, 1e15, 1e16, 1e17], values: (plot, steps) => steps.map(step => isTime && times.length ? wallTime(step) : short(step))},
-      {stroke: () => css("soft"), grid: {stroke: () => css("grid"), width: 1}, ticks: {show: false}, size: 58, values: (plot, values) => values.map(value => value === null || value === undefined ? "" : short(value, data.scale === "linear" ? 4 : 3))},
+      {stroke: () => css("soft"), grid: {stroke: () => css("grid"), width: 1}, ticks: {show: false}, size: 58, ...(["log", "asinh"].includes(data.scale) ? {splits: logMarks, filter: labelled} : {}), values: (plot, values) => values.map(value => value === null || value === undefined ? "" : short(value, data.scale === "linear" ? 4 : 3))},
     ],
     hooks: {
       drawClear: [plot => paint(plot, plot.numbers, true)],

@@ -72,7 +72,7 @@ class LrTooHighRule(Rule):
         "dead_units diverges no_learning ignores_input vanishing_gradient loss_spike nonfinite saturated class_collapse zero_gradient "
         "update_ratio rank_collapse plateau logit_growth gradient_spike gradient_jump"
     )
-    meaning = "A step moves half of the layers by {figure:.0%} of their weights or more."
+    meaning = "A step moves half of the layers by {figure:.3g} times their weights or more."
     advice = "lower the learning rate by a factor of 10 to 100, or begin with a warm-up"
 
     def subscribers(self, network: Network, every: int) -> Sequence[Any]:
@@ -291,7 +291,7 @@ class UpdateRatioRule(Rule):
     patience = 1
     origin = "worst"
     explains = names("rank_collapse loss_spike")
-    meaning = "Each step changes this weight by {figure:.0%}, far more than the others."
+    meaning = "Each step changes this weight by {figure:.3g} times its norm, far more than the others."
     advice = "lower the learning rate of this layer, or check its initialisation"
 
     def scores(self, history: History) -> Iterator[Score]:
