@@ -48,9 +48,10 @@ class Replicas:
     def __init__(self, parameters: Iterable[NamedParameter]) -> None:
         self._wrappers: dict[int, tuple[Any, int]] = {}
         parameters = list(parameters)
+        observed = {id(named.parameter) for named in parameters}
         for wrapper in _living(nn.parallel.DistributedDataParallel):
-            if not hasattr(wrapper, "process_group"):
-                continue
+            if not hasattr(wrapper, "process_group") or observed.isdisjoint(map(id, wrapper.parameters())):
+                continue  # it is not set up, or of another model, whose process group may have been destroyed
             number = NOT_REPLICATED
             if _averages(wrapper):
                 number = min(torch.distributed.get_process_group_ranks(wrapper.process_group))
