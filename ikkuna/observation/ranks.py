@@ -24,6 +24,7 @@ from ikkuna.observation.model.watched_model import WatchedModel
 from ikkuna.observation.rows.plan import Plan, Site
 from ikkuna.observation.rows.rows import Rows
 from ikkuna.support.failures import log, raise_users_exception, suppressed
+from ikkuna.support.torch_internals import is_in_join
 
 _PLAIN = (bool, int, float, str, type(None))
 _SHOWN_ONLY = frozenset(("title", "ylims", "backends", "message_bus", "evaluate"))
@@ -245,6 +246,7 @@ class Exchange:
         self._layouts = Layouts()
         self._alignments = Alignments()
         self._group = 0
+        self._is_uneven = False
         self.first_step: int | None = None
         self._waiting: list[_WaitingStep] = []
         self._deadline: float | None = None
@@ -269,9 +271,14 @@ class Exchange:
             self.replicas = max(self._flat[1].data_parallel_size, *sizes)
             if self.world is None:
                 self._bus.is_silent = world.rank != 0
+            self._is_uneven = self._is_uneven or is_in_join()
 
     def meet(self) -> bool:
         """Meet the other ranks, waiting for them, unless that was done; return whether measurements are shared."""
+        if self._is_uneven and (self.world is None or self.gather is not None):
+            self.world = World.here()
+            self._end_gather()
+            self._go_alone("in join() each rank counts its own batches, so that a step of one is not that of another")
         if self.world is None:
             self.world = World.here()
             if self.world.size > 1:

@@ -405,6 +405,12 @@ def default_store() -> Any:
     return distributed_c10d._get_default_store()
 
 
+def is_in_join() -> bool:
+    """Return whether ranks may have different numbers of batches, because the running data-parallel wrapper is in ``join()``."""
+    active: Any = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    return active is not None and bool(active._join_config.enable)
+
+
 def flat_parameters(unit: Any) -> tuple[list[nn.Parameter], int | None, int]:
     """Return the parameters of a wrapper of FSDP1, the number of this rank's shard, and how many ranks average gradients.
 
