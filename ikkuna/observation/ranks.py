@@ -318,10 +318,13 @@ class Exchange:
 
     def _meet(self, world: World) -> None:
         self._bus.is_silent = world.rank != 0
+        stages = self._model.names_by_stage()
+        # rules are chosen for the modules of a stage, and measure some of these
+        of_stage = (s for s in self._bus.registered if s.subscriber.derived or isinstance(s.subscription.modules, list))
+        chosen = frozenset(of_stage if stages else ())
+        compared = [s for s in self._bus.registered if s not in chosen]
         try:
-            self._agreement, group = rendezvous.agree(
-                world, signature_of(self._bus.registered), self._model.names_by_stage(), self.first_step or 0
-            )
+            self._agreement, group = rendezvous.agree(world, signature_of(compared), stages, self.first_step or 0)
             self._group = min(
                 (model_parallel_group(root, world.rank) for root in self._model.callable), default=world.rank
             )
