@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ikkuna.numerics.elements import has_numbers
+from ikkuna.support.modules import is_flattened
 
 _ORIGIN = 1 << 32
 
@@ -149,7 +150,9 @@ def sharded_parameters(roots: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
 
 def is_run_together(root: nn.Module) -> bool:
     """Return whether the forward of a model communicates with other ranks, because its parameters are distributed."""
-    return next(_fsdp_groups(root), None) is not None or any(map(is_distributed, root.parameters()))
+    return next(_fsdp_groups(root), None) is not None or any(
+        is_distributed(p) or is_flattened(p) for p in root.parameters()
+    )
 
 
 def _fsdp_mesh(root: nn.Module) -> Any:

@@ -9,7 +9,8 @@ from torch import nn
 
 from ikkuna.distributed.block import OWN
 from ikkuna.distributed.dtensor import is_distributed
-from ikkuna.support.modules import NamedParameter
+from ikkuna.support.modules import NamedParameter, is_flattened
+from ikkuna.support.torch_internals import flat_parameters
 
 ParameterKey = tuple[str, str, bool]
 """Module, path, and whether the parameter is a bias."""
@@ -46,14 +47,17 @@ class Replicas:
 
     def __init__(self, parameters: Iterable[NamedParameter]) -> None:
         self._wrappers: dict[int, tuple[Any, int]] = {}
-        for wrapper in _wrappers():
+        parameters = list(parameters)
+        observed = {id(named.parameter) for named in parameters}
+        for wrapper in _living(nn.parallel.DistributedDataParallel):
+            if not hasattr(wrapper, "process_group") or observed.isdisjoint(map(id, wrapper.parameters())):
+                continue  # it is not set up, or of another model, whose process group may have been destroyed
             number = NOT_REPLICATED
             if _averages(wrapper):
                 number = min(torch.distributed.get_process_group_ranks(wrapper.process_group))
             for name, parameter in wrapper.module.named_parameters():
                 is_left_out = name in wrapper.parameters_to_ignore
                 self._wrappers[id(parameter)] = wrapper, NOT_REPLICATED if is_left_out else number
-        parameters = list(parameters)
         known = {
             self._wrappers[id(named.parameter)][1] for named in parameters if id(named.parameter) in self._wrappers
         }
@@ -75,11 +79,40 @@ class Replicas:
         return self.numbers | dict.fromkeys(waiting, NOT_REPLICATED) if waiting else self.numbers
 
 
-def _wrappers() -> list[Any]:
-    """Return the living data-parallel wrappers that are set up."""
-    ddp = nn.parallel.DistributedDataParallel
-    found = (each for each in gc.get_objects() if issubclass(type(each), ddp))
-    return [wrapper for wrapper in found if hasattr(wrapper, "process_group")]
+class FlatUnits:
+    """The wrappers of FSDP1 that have made parameters of a model flat, and which shards this rank has.
+
+    Parameters
+    ----------
+    parameters : iterable of NamedParameter
+        The parameters.
+
+    Attributes
+    ----------
+    positions : mapping
+        For each parameter of which other ranks have other elements the number of its shard.
+    data_parallel_size : int
+        The number of ranks that average the gradients; 1 without wrappers.
+    """
+
+    def __init__(self, parameters: Iterable[NamedParameter]) -> None:
+        named = {id(each.parameter): each for each in parameters if is_flattened(each.parameter)}
+        self.positions: dict[ParameterKey, int] = {}
+        self.data_parallel_size = 1
+        if not named:
+            return
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        for flattened, position, size in map(flat_parameters, _living(FullyShardedDataParallel)):
+            if own := [named[id(p)] for p in flattened if id(p) in named]:
+                self.data_parallel_size = size
+                if position is not None:
+                    self.positions |= {(each.module, each.path, each.is_bias): position for each in own}
+
+
+def _living(base: type[nn.Module]) -> list[Any]:
+    """Return the living wrappers of a class; an ordinary search through modules does not find that of the whole model."""
+    return [each for each in gc.get_objects() if issubclass(type(each), base)]
 
 
 def _averages(wrapper: Any) -> bool:

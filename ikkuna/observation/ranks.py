@@ -13,17 +13,18 @@ from ikkuna.distributed.block import OWN, Gather, Key, Layouts, RankBlock, RankR
 from ikkuna.distributed.dtensor import ShardPosition, data_parallel_size, is_run_together, model_parallel_group
 from ikkuna.distributed.merge import Alignments, MergedRows, merge_blocks
 from ikkuna.distributed.rendezvous import World
-from ikkuna.distributed.replicas import ParameterKey, Replicas
+from ikkuna.distributed.replicas import FlatUnits, ParameterKey, Replicas
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.messages.kinds import PARAMETER_KINDS, STATE_PREFIXES
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.registered import Registered
-from ikkuna.numerics.statistics.table import empty_rows
+from ikkuna.numerics.statistics.table import Values, empty_rows
 from ikkuna.observation.model.parameters import TrackedParameters
 from ikkuna.observation.model.watched_model import WatchedModel
 from ikkuna.observation.rows.plan import Plan, Site
 from ikkuna.observation.rows.rows import Rows
 from ikkuna.support.failures import log, raise_users_exception, suppressed
+from ikkuna.support.torch_internals import is_in_join
 
 _PLAIN = (bool, int, float, str, type(None))
 _SHOWN_ONLY = frozenset(("title", "ylims", "backends", "message_bus", "evaluate"))
@@ -85,6 +86,7 @@ class Translation:
         self._named: tuple[Registered, ...] = ()
         self._name_of: dict[Registered, str] = {}
         self._by_name: dict[str, Registered] = {}
+        self._warned = set[Registered]()
 
     def _refresh(self) -> None:
         if self._bus.registered != self._named:
@@ -93,14 +95,21 @@ class Translation:
             self._name_of = dict(zip(self._named, names, strict=True))
             self._by_name = dict(zip(names, self._named, strict=True))
 
-    def to_ranks(self, rows: Rows, replicas: "_ReplicaNumbers") -> RankRows:
-        """Return the measurements of this rank."""
+    def to_ranks(self, rows: Rows, replicas: "_ReplicaNumbers", positions: Mapping[ParameterKey, int]) -> RankRows:
+        """Return the measurements of this rank; `positions` are the shards of parameters that are no DTensors."""
         self._refresh()
         numbers = rows.measured_rows()
         sites = [rows.index.keys[row] for row in numbers]
-        parts = [self._part(site.kind, rows.shards.get(row)) for row, (site, _) in zip(numbers, sites, strict=True)]
+        flat = [positions.get(_parameter_key(*site)) if _is_of_parameter(site[0].kind) else None for site in sites]
+        parts = [
+            self._part(site.kind, rows.shards.get(row)) if position is None else position
+            for row, (site, _), position in zip(numbers, sites, flat, strict=True)
+        ]
         own = [
-            (i, name, s.subscriber.merge, self._own_part(s, rows, row, parts[i], replicas), value)
+            (
+                *(i, name, s.subscriber.merge, self._own_part(s, rows, row, parts[i], replicas)),
+                value if flat[i] is None or not s.subscriber.needs_whole else self._unknown(s, value),
+            )
             for i, row in enumerate(numbers)
             for s, value in rows.measured.get(row, {}).items()
             if (name := self._name_of.get(s)) is not None
@@ -118,6 +127,16 @@ class Translation:
             own,
         )
 
+    def _unknown(self, registered: Registered, value: Values) -> Values:
+        """Return NaN in place of what was measured on a slice of a parameter of FSDP1, which has no shape."""
+        if registered not in self._warned:
+            self._warned.add(registered)
+            text = (
+                "%r needs full tensors, but FSDP1 gives each rank a slice of each parameter: it publishes NaN for them"
+            )
+            log.warning(text, registered.subscriber)
+        return np.full_like(value, np.nan)
+
     @staticmethod
     def _own_part(registered: Registered, rows: Rows, row: int, part: int, replicas: "_ReplicaNumbers") -> int:
         """Return the part of the whole that a result of a subscriber's own ``measure`` is of."""
@@ -128,10 +147,9 @@ class Translation:
     @staticmethod
     def _part(kind: str, shard: ShardPosition | None) -> int:
         """Return the part of the whole that this rank has: all ranks have the same parameters, but each has its own data."""
-        is_parameter = kind in PARAMETER_KINDS or kind.startswith(STATE_PREFIXES)
         if shard is None:
-            return 0 if is_parameter else OWN
-        return shard.number if is_parameter else shard.data_number
+            return 0 if _is_of_parameter(kind) else OWN
+        return shard.number if _is_of_parameter(kind) else shard.data_number
 
     def keys_per_rank(self, rows: Rows) -> frozenset[Key]:
         """Return the keys of which a subscriber needs the records of each rank."""
@@ -220,6 +238,7 @@ class Exchange:
         self._model = model
         self._parameters = parameters
         self._replicas: tuple[object, Replicas] | None = None
+        self._flat: tuple[object, FlatUnits] = None, FlatUnits(())
         self._translation = Translation(bus, site)
         self.world: World | None = None
         self._agreement: rendezvous.Agreement | None = None
@@ -227,6 +246,7 @@ class Exchange:
         self._layouts = Layouts()
         self._alignments = Alignments()
         self._group = 0
+        self._is_uneven = False
         self.first_step: int | None = None
         self._waiting: list[_WaitingStep] = []
         self._deadline: float | None = None
@@ -245,12 +265,20 @@ class Exchange:
         if self.first_step is None:
             self.first_step = stamp.global_step
         if (world := World.here()).size > 1:
-            self.replicas = max((data_parallel_size(root) for root in self._model.callable), default=1)
+            if self._flat[0] is not self._parameters.all:
+                self._flat = self._parameters.all, FlatUnits(self._parameters.all)
+            sizes = (data_parallel_size(root) for root in self._model.callable)
+            self.replicas = max(self._flat[1].data_parallel_size, *sizes)
             if self.world is None:
                 self._bus.is_silent = world.rank != 0
+            self._is_uneven = self._is_uneven or is_in_join()
 
     def meet(self) -> bool:
         """Meet the other ranks, waiting for them, unless that was done; return whether measurements are shared."""
+        if self._is_uneven and (self.world is None or self.gather is not None):
+            self.world = World.here()
+            self._end_gather()
+            self._go_alone("in join() each rank counts its own batches, so that a step of one is not that of another")
         if self.world is None:
             self.world = World.here()
             if self.world.size > 1:
@@ -290,10 +318,13 @@ class Exchange:
 
     def _meet(self, world: World) -> None:
         self._bus.is_silent = world.rank != 0
+        stages = self._model.names_by_stage()
+        # rules are chosen for the modules of a stage, and measure some of these
+        of_stage = (s for s in self._bus.registered if s.subscriber.derived or isinstance(s.subscription.modules, list))
+        chosen = frozenset(of_stage if stages else ())
+        compared = [s for s in self._bus.registered if s not in chosen]
         try:
-            self._agreement, group = rendezvous.agree(
-                world, signature_of(self._bus.registered), self._model.names_by_stage(), self.first_step or 0
-            )
+            self._agreement, group = rendezvous.agree(world, signature_of(compared), stages, self.first_step or 0)
             self._group = min(
                 (model_parallel_group(root, world.rank) for root in self._model.callable), default=world.rank
             )
@@ -375,7 +406,7 @@ class Exchange:
         """Return the measurements of this rank as bytes."""
         # Ranks may run another pass over the same data, or each over its own; replicas are found by their equal numbers.
         group = self._group if rows.stamp.pass_name == "training" else 0
-        own = _NOTHING if is_lost else self._translation.to_ranks(rows, replicas)
+        own = _NOTHING if is_lost else self._translation.to_ranks(rows, replicas, self._flat[1].positions)
         return build(_stamp(rows.stamp), own, group, self._layouts, rows.skipped, is_lost).pack(self._layouts)
 
     # -- without the other ranks -----------------------------------------------------------------------------------
@@ -421,10 +452,18 @@ class _ReplicaNumbers:
 
     def of(self, site: Site, path: str) -> int:
         """Return the number for a kind of tensor of a parameter."""
-        if site.kind not in PARAMETER_KINDS and not site.kind.startswith(STATE_PREFIXES):
+        if not _is_of_parameter(site.kind):
             return OWN
         numbers = self.gradients if "_gradients" in site.kind else self.weights
-        return numbers.get((site.module or "", path, site.kind.startswith("bias")), OWN)
+        return numbers.get(_parameter_key(site, path), OWN)
+
+
+def _is_of_parameter(kind: str) -> bool:
+    return kind in PARAMETER_KINDS or kind.startswith(STATE_PREFIXES)
+
+
+def _parameter_key(site: Site, path: str) -> ParameterKey:
+    return site.module or "", path, site.kind.startswith("bias")
 
 
 _UNKNOWN = _ReplicaNumbers({}, {})

@@ -411,23 +411,25 @@ Signature = dict[str, Any]
 def signature(model: nn.Module) -> Signature:
     """Return the name of the class of a model, and the names and shapes of its parameters without wrappers.
 
-    Shapes are ``None`` if they are unknown: those of lazy modules, and those of FSDP1, which depend on the rank.
+    Shapes are those of `shape_of`.
 
     Examples
     --------
     >>> signature(nn.Linear(3, 2))
     {'class': 'Linear', 'parameters': {'weight': [2, 3], 'bias': [2]}}
     """
-    is_flat = any(
-        type(inner).__name__ == "FullyShardedDataParallel"
-        for module in model.modules()
-        for inner in wrapped_modules(module)
-    )
-    shapes = {
-        name: None if is_flat or is_lazy(parameter) else list(parameter.shape)
-        for name, parameter in named_parameters(model)
-    }
-    return {"class": class_name(model), "parameters": shapes}
+    shapes = {name: shape_of(parameter) for name, parameter in named_parameters(model)}
+    return {"class": class_name(model), "parameters": {n: None if s is None else list(s) for n, s in shapes.items()}}
+
+
+def shape_of(parameter: nn.Parameter) -> tuple[int, ...] | None:
+    """Return the shape of a parameter; ``None`` for that of a lazy module, and of FSDP1, whose shapes depend on the rank."""
+    return None if is_lazy(parameter) or is_flattened(parameter) else tuple(parameter.shape)
+
+
+def is_flattened(parameter: nn.Parameter) -> bool:
+    """Return whether FSDP1 has made a parameter a part of a flat one, or it is a flat one."""
+    return getattr(parameter, "_fsdp_flattened", False)
 
 
 def difference(stored: Signature, present: Signature) -> str:

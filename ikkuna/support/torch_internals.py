@@ -403,3 +403,21 @@ def default_store() -> Any:
     if not hasattr(distributed_c10d, "_get_default_store"):
         raise RuntimeError(f"torch {torch.__version__} does not give access to the store of the default process group")
     return distributed_c10d._get_default_store()
+
+
+def is_in_join() -> bool:
+    """Return whether ranks may have different numbers of batches, because the running data-parallel wrapper is in ``join()``."""
+    active: Any = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    return active is not None and bool(active._join_config.enable)
+
+
+def flat_parameters(unit: Any) -> tuple[list[nn.Parameter], int | None, int]:
+    """Return the parameters of a wrapper of FSDP1, the number of this rank's shard, and how many ranks average gradients.
+
+    The number is ``None`` if each rank has the parameters whole.
+    """
+    if (handle := getattr(unit, "_handle", None)) is None:  # it has no parameters
+        return [], None, 1
+    flat = handle.flat_param
+    size = round(unit._gradient_predivide_factor * unit._gradient_postdivide_factor)
+    return [flat, *(flat._params or ())], handle.rank if handle.uses_sharded_strategy else None, size

@@ -8,10 +8,12 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
+import ikkuna
 from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
 from ikkuna.export import subscriber as installed
 from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import CallbackSubscriber
 from tests.distributed import loops
 
 MICRO_BATCHES = 4
@@ -121,6 +123,26 @@ def gpipe(rank, size):
 
 def one_forward_one_backward(rank, size):
     return _both(lambda stages, n, loss: Schedule1F1B(stages[0], n, loss_fn=loss), HALVES, rank, size)
+
+
+def watched(rank, size):
+    """The rules choose modules of the stage by name; the values are those of a metric of all modules and of the loss."""
+
+    @contextlib.contextmanager
+    def watch(models, loss):
+        published, losses = {}, [] if loss is None else [loss]
+        monitor = ikkuna.watch(models[0], *losses, every=1, backend="null", on_error="raise")
+
+        def note(message):
+            published[message.kind, message.series_name, message.global_step] = message.data
+
+        with monitor:
+            monitor.message_bus.register_subscriber(
+                CallbackSubscriber(["weights_norm2", "gradients_global_norm"], note)
+            )
+            yield monitor, published
+
+    return _trained(lambda stages, n, loss: Schedule1F1B(stages[0], n, loss_fn=loss), HALVES, rank, size, watch)[0]
 
 
 def interleaved(rank, size):

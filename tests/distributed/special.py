@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -97,6 +97,11 @@ def matrices(rank, size):
         loops.published_of(fully_shard(network()), inputs, labels, matrix_metrics(gather=gather))
         for gather in (False, True)
     ]
+
+
+def matrices_of_slices(rank, size):
+    model = FullyShardedDataParallel(network(), use_orig_params=True, device_id=torch.device("cpu"))
+    return loops.published_of(model, *local(*data(), rank, size), matrix_metrics(gather=True))
 
 
 def spread(rank, size):

@@ -1,15 +1,17 @@
 """Training with every strategy: each function runs in every process and returns the values published there."""
 
+import contextlib
 import copy
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import ikkuna
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS, MICRO_KINDS, PARAMETER_KINDS
 from tests.distributed import loops
 from tests.distributed.loops import data, local, network, published_of
@@ -106,6 +108,18 @@ def fsdp_mixed(rank, size):
     return published_of(sharded(mp_policy=policy), *local(*data(), rank, size))
 
 
+def fully_sharded(model, **options):
+    """Return a model in the first edition of FSDP, the block and the last layer in units of their own."""
+    options = {"device_id": torch.device("cpu"), **options}
+    model.block = FullyShardedDataParallel(model.block, **options)
+    model.last = FullyShardedDataParallel(model.last, **options)
+    return FullyShardedDataParallel(model, **options)
+
+
+def fsdp1(rank, size):
+    return published_of(fully_sharded(network(), use_orig_params=True), *local(*data(), rank, size))
+
+
 def hsdp(rank, size):
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
     return published_of(sharded(mesh), *local(*data(), rank, size))
@@ -161,8 +175,6 @@ def accumulating(wrap):
 
 
 def ddp_no_sync(rank, size):
-    import contextlib
-
     def wrap(model, is_first):
         return model.no_sync() if is_first else contextlib.nullcontext()
 
@@ -170,8 +182,6 @@ def ddp_no_sync(rank, size):
 
 
 def fsdp_accumulated(rank, size):
-    import contextlib
-
     def wrap(model, is_first):
         model.set_requires_gradient_sync(not is_first)
         return contextlib.nullcontext()
@@ -199,3 +209,24 @@ def untouched_ddp(rank, size):
 
 def untouched_fsdp(rank, size):
     return [_trained(fully_shard, rank, size, is_watched) for is_watched in (False, True)]
+
+
+def untouched_fsdp1(rank, size):
+    return _untouched_by_watch(lambda model: fully_sharded(model, use_orig_params=True), rank, size)
+
+
+def untouched_fsdp1_flat(rank, size):
+    """Each unit has one flat parameter in place of those of its modules."""
+    return _untouched_by_watch(fully_sharded, rank, size)
+
+
+def _untouched_by_watch(wrap, rank, size):
+    found = []
+    for is_watched in (False, True):
+        model, loss = wrap(network()), nn.CrossEntropyLoss()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        watch = ikkuna.watch(model, loss, every=1, backend="null") if is_watched else contextlib.nullcontext()
+        with watch:
+            losses = loops.steps(model, loss, optimizer, *local(*data(), rank, size))
+        found.append((losses, loops.fingerprint(*model.parameters())))
+    return found

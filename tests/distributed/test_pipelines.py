@@ -8,7 +8,7 @@ from tests.distributed.launch import launch
 from tests.distributed.test_strategies import differences
 
 SCHEDULES = ("gpipe", "one_forward_one_backward", "interleaved")
-NAMES = (*SCHEDULES, "equal_names", "whole_model")
+NAMES = (*SCHEDULES, "watched", "equal_names", "whole_model")
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,13 @@ def test_two_stages_publish_what_one_process_does(two, one, schedule):
         assert is_bit_identical
         assert not outcome.logs[schedule]
         assert (health.errors, health.dropped, health.skipped, health.steps) == (0, 0, 0, pipelines.STEPS)
+
+
+def test_stages_whose_rules_choose_their_own_modules_share_their_values(two, one):
+    expected = {key: value for key, value in one.items() if key[0] in ("weights_norm2", "gradients_global_norm")}
+    for outcome in two:
+        assert not differences(outcome["watched"], expected)
+        assert not any("different measurements" in line for line in outcome.logs["watched"])
 
 
 @pytest.mark.fault(216)

@@ -1,7 +1,12 @@
 """Ranks that must hold the same bits: flips are named with tensor, step and rank; what may differ is not accused."""
 
 import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ikkuna.distributed.replicas import Replicas
+from ikkuna.support.modules import parameters_of, walk
 from tests.distributed import replicas
 from tests.distributed.launch import launch
 
@@ -113,3 +118,18 @@ def test_a_hook_of_local_sgd_withdraws_the_claim(outcomes):
     """The first steps average gradients, which is seen; the later ones do not, which is what the hook is for."""
     findings, _ = outcomes[0]["post_local_sgd"]
     assert findings == []
+
+
+def test_a_wrapper_of_another_model_is_not_read():
+    """Its process group was destroyed, as by an earlier training of the same program."""
+    groups = []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        groups.append(DistributedDataParallel(nn.Linear(2, 2)))
+        if len(groups) == 1:
+            dist.destroy_process_group()
+    try:
+        numbers = Replicas(parameters_of(walk(groups[1].module))).numbers
+    finally:
+        dist.destroy_process_group()
+    assert set(numbers.values()) == {0}

@@ -13,7 +13,16 @@ from tests.distributed.test_strategies import differences
 from tests.subscribers import EVERY_SUBSCRIBER
 
 NAMES = (
-    *("every_subscriber", "evaluation_ddp", "evaluation_fsdp", "matrices", "spread", "nan_on_one_rank", "files"),
+    *(
+        "every_subscriber",
+        "evaluation_ddp",
+        "evaluation_fsdp",
+        "matrices",
+        "matrices_of_slices",
+        "spread",
+        "nan_on_one_rank",
+        "files",
+    ),
     *(
         "pipeline",
         "evaluation_on_rank_0",
@@ -85,15 +94,18 @@ def test_evaluation_agrees_with_one_process(two, strategy):
 def test_a_metric_of_full_matrices_is_nan_on_shards_and_logs_why_once(two):
     expected = loops.published_of(loops.network(), *loops.data(), special.matrix_metrics())
     for outcome in two:
-        found, gathered = outcome["matrices"]
-        assert not differences(gathered, expected, rtol=1e-3)
+        assert not differences(outcome["matrices"][1], expected, rtol=1e-3)
+    for outcome, found, why in (
+        *((outcome, outcome["matrices"][0], "gather=True") for outcome in two),
+        *((outcome, outcome["matrices_of_slices"], "FSDP1 gives each rank a slice") for outcome in two),
+    ):
         of_whole = ("weights_spectral_norm", "weights_stable_rank", "weights_effective_rank", "weights_cosine")
         kinds = {key[0] for key, value in found.items() if math.isnan(value) and not math.isnan(expected.get(key, 0))}
         assert kinds >= set(of_whole)
         others = {k: v for k, v in found.items() if k[0] not in kinds}
         assert len(others) > 20
         assert not differences(others, {k: v for k, v in expected.items() if k[0] not in kinds})
-        told = [line for line in outcome.logs["matrices"] if "gather=True" in line]
+        told = [line for name in ("matrices", "matrices_of_slices") for line in outcome.logs[name] if why in line]
         assert len(told) == 3, "once by each of three subscribers"
 
 

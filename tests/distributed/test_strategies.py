@@ -10,7 +10,7 @@ from ikkuna.metrics.messages.kinds import FORWARD_KINDS
 from tests.distributed import loops
 from tests.distributed.launch import launch
 
-SAME_AS_ONE = ("ddp", "fsdp", "fsdp_after", "tp", "tp_sequence")
+SAME_AS_ONE = ("ddp", "fsdp", "fsdp_after", "fsdp1", "tp", "tp_sequence")
 ON_FOUR = ("ddp", "fsdp", "hsdp", "tp", "tp_and_data")
 SHARDED_WHILE_WATCHED = ("fsdp_blocks_after", "fsdp_kept_after")
 ALSO = (
@@ -24,6 +24,8 @@ ALSO = (
     "fsdp_accumulated",
     "untouched_ddp",
     "untouched_fsdp",
+    "untouched_fsdp1",
+    "untouched_fsdp1_flat",
 )
 
 
@@ -154,11 +156,12 @@ def test_mixed_precision_keeps_kinds_apart(two, one):
     assert all(math.isclose(a, b, rel_tol=0.05) for a, b in norms), "computed in bfloat16"
 
 
-@pytest.mark.parametrize("strategy", ["untouched_ddp", "untouched_fsdp"])
+@pytest.mark.parametrize("strategy", ["untouched_ddp", "untouched_fsdp", "untouched_fsdp1", "untouched_fsdp1_flat"])
 def test_training_is_bit_identical(two, strategy):
     for outcome in two:
         plain, watched = outcome[strategy]
         assert plain == watched
+        assert not [line for line in outcome.logs[strategy] if line.startswith("ERROR")]
 
 
 def test_the_comparison_finds_a_difference(one):

@@ -10,8 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ikkuna.backends.run import Run
@@ -24,7 +22,7 @@ from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.metrics.subscriber.subscription import Sampling
 from ikkuna.store.run_directory import Continued, RunSettings, check_log_dir
 from ikkuna.store.values import ModuleEntry
-from ikkuna.support.modules import NamedModule, class_name, definition, parameters_of, signature
+from ikkuna.support.modules import NamedModule, class_name, definition, parameters_of, shape_of, signature
 
 
 def described(modules: Iterable[NamedModule]) -> tuple[ModuleEntry, ...]:
@@ -39,7 +37,7 @@ def described(modules: Iterable[NamedModule]) -> tuple[ModuleEntry, ...]:
     owned: dict[str, list[tuple[str, tuple[int, ...] | None]]] = {}
     for named in parameters_of(modules):
         role = named.path or ("bias" if named.is_bias else "weight")
-        owned.setdefault(named.module, []).append((role, _shape(named.parameter)))
+        owned.setdefault(named.module, []).append((role, shape_of(named.parameter)))
     return tuple(
         ModuleEntry(
             named.name,
@@ -50,10 +48,6 @@ def described(modules: Iterable[NamedModule]) -> tuple[ModuleEntry, ...]:
         )
         for named in modules
     )
-
-
-def _shape(parameter: nn.Parameter) -> tuple[int, ...] | None:
-    return None if is_lazy(parameter) else tuple(parameter.shape)
 
 
 _PATIENCE = 5.0  # seconds

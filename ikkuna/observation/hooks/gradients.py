@@ -24,6 +24,7 @@ from ikkuna.observation.hooks.parameter_table import ParameterTable, Wanted
 from ikkuna.observation.model.parameters import TrackedParameters
 from ikkuna.observation.rows.plan import Key, Site
 from ikkuna.observation.steps.forwards import MICRO_PART, Forward
+from ikkuna.support.modules import is_flattened
 from ikkuna.support.torch_internals import GLOBAL_FORWARD_HOOKS
 
 CACHED = 8
@@ -239,8 +240,8 @@ class MicroGradientHooks:
         for named in self.context.parameters.all:
             if (key := wanted.get(id(x := named.parameter))) is not None:
                 hook, native = self._hook(key)
-                is_native = native is not None and type(x) is nn.Parameter and x.layout is torch.strided
-                found[not is_native].append(_Parameter(x, hook, native))
+                is_plain = type(x) is nn.Parameter and x.layout is torch.strided and not is_flattened(x)
+                found[native is None or not is_plain].append(_Parameter(x, hook, native))
         return found
 
     def _hook(self, key: Key) -> tuple[Hook, object]:

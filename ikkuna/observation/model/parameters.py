@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ikkuna.distributed.dtensor import holds_gradients, is_distributed, sharded_parameters
 from ikkuna.support.failures import log, raise_users_exception, switched
-from ikkuna.support.modules import NamedModule, NamedParameter, parameters_of
+from ikkuna.support.modules import NamedModule, NamedParameter, is_flattened, parameters_of
 from ikkuna.support.torch_internals import (
     autograd_enabled_inside_operators,
     current_node,
@@ -406,10 +406,11 @@ class TrackedParameters:
 
         ``None`` for a parameter without data, for a sparse one,
         and for a shard: autograd adds to the tensor that FSDP gathers from the shards.
+        A node of a flat parameter would keep the shape that this has at the moment, and the next backward would fail.
         """
         if type(parameter) is not nn.Parameter and (is_distributed(parameter) or nn.parameter.is_lazy(parameter)):
             return None
-        if parameter.layout is not torch.strided:
+        if parameter.layout is not torch.strided or is_flattened(parameter):
             return None
         function = switched([(set_grad_enabled, torch.is_grad_enabled(), True)], _node_of_view, parameter)
         return None if function is None else function.next_functions[0][0]
