@@ -133,7 +133,7 @@ NO_BATCH = Mistake(
 )
 STEPS_LEFT_OUT = Mistake(
     "steps_left_out",
-    meaning="The gradients of {figure:.0f} backward passes were cleared before a step, with the weights as they were: they had no effect.",
+    meaning="The gradients of at least {figure:.0f} backward passes were cleared before a step, with the same weights: they had no effect.",
     advice="call optimizer.step() after each backward(), not in a condition; to accumulate gradients, clear them after the step only",
     explains=names("no_learning lr_too_low plateau"),
 )

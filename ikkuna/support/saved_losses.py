@@ -59,6 +59,7 @@ def loss_arguments(losses: Iterable[Any], outputs: Iterable[Tensor] = ()) -> lis
     for node in _nodes(losses):
         if (labels := saved_by(node, "target")) is not None and (found := saved_by(node, "self")) is not None:
             ignored = saved_by(node, "ignore_index")
+            found, labels = _compared(found, labels)
             is_of_classes = ignored is not None or not labels.is_floating_point()
             arguments = LossArguments(_logits(node, found, known), labels, ignored)
             (of_classes if is_of_classes else of_numbers).append(arguments)
@@ -194,8 +195,8 @@ def loss_of_node(node: Any, outputs: Iterable[Tensor] = ()) -> SavedLoss | None:
             is_saved = logits is found and result is not None and result.numel() == found.numel()
             found = result.reshape(found.shape) if is_saved else logits
             loss = nn.CrossEntropyLoss(loss.weight, ignore_index=loss.ignore_index, reduction=loss.reduction)
-    elif any(map(_is_repeated, zip(found.shape, found.stride(), strict=True))):  # one output for each label and sample
-        found, labels = _unexpanded(found), _unexpanded(labels)
+    else:
+        found, labels = _compared(found, labels)
     return SavedLoss(loss, found, labels, behind)
 
 
@@ -229,6 +230,13 @@ def _name(node: Any) -> str:
 def _is_repeated(axis: tuple[int, int]) -> bool:
     size, stride = axis
     return size > 1 and stride == 0
+
+
+def _compared(outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return outputs and labels as a loss was called with them, if it has repeated the outputs: one for each label and sample."""
+    if any(map(_is_repeated, zip(outputs.shape, outputs.stride(), strict=True))):
+        return _unexpanded(outputs), _unexpanded(labels)
+    return outputs, labels
 
 
 def _unexpanded(tensor: Tensor) -> Tensor:

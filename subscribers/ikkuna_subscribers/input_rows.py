@@ -37,7 +37,7 @@ class InputRowsSubscriber(PlotSubscriber):
 
     * ``input_rows_contradicted``: the share with another label among the rows that equal another row of the batch;
       labels are classes, one for each row, or zeros and ones; labels that are the same in each batch are left out
-    * ``input_rows_known``: the share of the rows that earlier samples of the training have had
+    * ``input_rows_known``: the share of the rows that earlier samples of the training have had, if those had a label for each
     * ``input_batch_age``: how many steps ago the last sample had the same rows in the same order; 0 if there was none
     * ``input_batch_repeats``: the number of samples so far whose batch was that of the step before
     * ``input_labels_repeats``: the number of samples in a row with the labels of the sample before and other inputs, as soon as three rows
@@ -134,7 +134,9 @@ class InputRowsSubscriber(PlotSubscriber):
                     self.emit(message, self._count_repeats(batch, hashes, classes), labels_repeats)
                 if (share := self._contradicted(hashes, classes)) is not None:
                     self.emit(message, share, contradicted)
-                _keep(self._rows, dict(zip(hashes, classes or [_UNKNOWN] * len(hashes), strict=True)), _KEPT)
+                # a graph that is given as a whole has labels of some nodes only
+                if not labels or labels[0][_ROWS, 1] >= inputs[0][_ROWS, 1]:
+                    _keep(self._rows, dict(zip(hashes, classes or [_UNKNOWN] * len(hashes), strict=True)), _KEPT)
         is_sample = is_training or inputs[0][_ROWS, 1] >= _FEWEST
         if is_sample and not math.isnan(inputs[0][_ROWS + 1, 0]):
             self.emit(message, inputs[0][_ROWS + 1, 0], mean)

@@ -187,6 +187,23 @@ def test_evaluations_are_compared_with_the_training(change, expected, tmp_path):
     assert found(shuffled(x[:320], y[:320]), tmp_path, EVALUATED, evaluate=evaluate) == expected
 
 
+@pytest.mark.parametrize(("trained", "expected"), [(60, set()), (150, {("training_rows_evaluated", "warning")})])
+def test_nodes_of_a_graph_that_is_always_given_as_a_whole_are_not_those_trained(trained, expected, tmp_path):
+    torch.manual_seed(0)
+    x, y = data(150)
+    model, loss = network(), nn.CrossEntropyLoss()
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    with ikkuna.watch(model, loss, log_dir=tmp_path, rules=EVALUATED, backend="null", verbosity=0) as handle:
+        for step in range(100):
+            optimizer.zero_grad()
+            loss(model.train()(x)[:trained], y[:trained]).backward()
+            optimizer.step()
+            if step % 20 == 19:
+                with torch.no_grad():
+                    loss(model.eval()(x)[60:], y[60:])
+    assert {(finding.rule, finding.severity) for finding in handle.findings} == expected
+
+
 def test_inputs_of_evaluations_that_are_often_repeated_are_not_read(tmp_path):
     model, x = network(), torch.randn(8, 12)
     optimizer, backend = torch.optim.SGD(model.parameters(), 0.1), RecordingBackend()

@@ -1,6 +1,7 @@
 """Facts of the training loop: steps left out, repeated gradients and random numbers, rates, frozen statistics, no batch."""
 
 import copy
+import re
 from math import inf, nan
 
 import pytest
@@ -561,3 +562,18 @@ def test_a_weight_that_is_not_finite_is_named_in_every_step(value, module, divis
         assert "an earlier step" in found.advice
     else:
         assert "an earlier step" not in found.advice
+
+
+def test_the_number_of_gradients_without_a_step_is_a_lower_bound(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer, cleared = torch.optim.SGD(model.parameters(), 0.1), 0
+    with ikkuna.watch(model, log_dir=tmp_path, backend="null", verbosity=0) as handle:
+        while not (found := [each for each in handle.findings if each.rule == "steps_left_out"]) and cleared < 300:
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.randn(8, 8)).square().mean().backward()
+            optimizer.step()
+            cleared += 3
+    least = int(re.search(r"at least (\d+) backward passes", found[0].message)[1])
+    assert 0 < least <= cleared

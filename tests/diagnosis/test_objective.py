@@ -185,6 +185,27 @@ def column_and_row():
     return net(8, 1), lambda model: (model(rows()) - torch.randn(ROWS)).square().mean()
 
 
+def actor_and_critic(values_of):
+    model = nn.ModuleDict({"actor": net(), "critic": net(8, 1)})
+
+    def objective(model):
+        x, rewards = rows(), torch.randn(ROWS)
+        chosen = model["actor"](x).log_softmax(1).gather(1, classes()[:, None])[:, 0]
+        return 0.5 * F.mse_loss(values_of(model["critic"](x)), rewards) - (chosen * rewards).mean()
+
+    return model, objective
+
+
+@wrong("label_shape")
+def column_of_values_beside_a_policy():
+    return actor_and_critic(lambda values: values)
+
+
+@right
+def row_of_values_beside_a_policy():
+    return actor_and_critic(lambda values: values.squeeze(1))
+
+
 @right
 def pairs_of_scores():
     def objective(model):

@@ -356,6 +356,19 @@ def broadcast_of_outputs_that_are_all_zero():
     return with_optimizer(model, (torch.randn(32, 20), torch.randn(32)), loss)
 
 
+@pytest.mark.parametrize(("bias", "number"), [(False, "1 parameter"), (True, "2 parameters")])
+def test_the_parameters_behind_a_cut_are_counted(bias, number):
+    model = nn.ModuleDict({"first": nn.Linear(4, 4, bias=bias), "last": nn.Linear(4, 1)})
+
+    def objective(model, x):
+        return model["last"](model["first"](x).detach()).square().mean()
+
+    [found] = [
+        each for each in ikkuna.preflight(model, torch.randn(8, 4), objective=objective) if each.rule == "no_gradient"
+    ]
+    assert f"depends on {number} without a gradient, the last one in first." in found.message
+
+
 def test_labels_that_only_scale_the_loss_are_not_broadcast():
     """The loss is divided by the number of objects, which a changed label changes."""
 

@@ -181,6 +181,13 @@ def test_a_functional_loss_is_checked_by_what_its_node_has_saved(layers, call, r
     assert {finding.step for finding in watched.findings if finding.rule == rule} == {0}
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.usefixtures("patient")
+def test_outputs_that_a_loss_has_repeated_differ_between_samples(tmp_path):
+    watched = functional_training(NUMBER, lambda y: F.mse_loss(y.squeeze(1), NUMBERS), tmp_path)
+    assert {finding.rule for finding in watched.findings} == {"label_shape"}
+
+
 @pytest.mark.parametrize(
     ("layers", "call"),
     [

@@ -133,7 +133,7 @@ class RecordedObjective:
     def _read_losses(self, calls: list[LossCall], is_known: bool, is_alone: bool) -> None:
         """Judge the arguments of losses of torch, and when all passes were read whether every label was the same."""
         if not is_known:
-            self._found += findings_of(calls)
+            self._found += [*findings_of(calls), *sums.outer_losses(calls)]
         labels = [call.arguments["target"] for call in calls if call.name in _BINARY]
         for target in labels if is_alone else ():
             self._labels.update(target.unique().tolist())

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ikkuna.diagnosis.mistakes import ENTROPY_PUNISHED, LABEL_SHAPE, MIXED_REDUCTION, UNBOUNDED_LOSS
@@ -198,3 +199,17 @@ def outer_difference(terms: list[Term], samples: int | None) -> Iterator[Finding
     if shape_behind(difference, index) == (samples, samples) and given in ((samples, 1), (1, samples), (samples,)):
         shapes = f"Outputs of shape {given} and labels give differences of shape {(samples, samples)}"
         yield LABEL_SHAPE.found(detail=f"{shapes}: the loss compares each output with each label.")
+
+
+def outer_losses(calls: list[LossCall]) -> Iterator[Finding]:
+    """Find a loss among several that has repeated a column of outputs for a row of labels, or the other way round."""
+    for call in calls:
+        given, labels = (call.arguments.get(name) for name in ("input", "target"))
+        if not isinstance(given, Tensor) or not isinstance(labels, Tensor) or not labels.is_floating_point():
+            continue
+        if (
+            given.ndim != labels.ndim
+            and given.numel() == labels.numel() < torch.broadcast_shapes(given.shape, labels.shape).numel()
+        ):
+            shapes = f"The output has the shape {tuple(given.shape)} and the labels {tuple(labels.shape)}"
+            yield LABEL_SHAPE.found(detail=f"{shapes}: the loss compares each output with each label.")

@@ -198,9 +198,7 @@ def no_gradient(trial: Trial) -> Iterator[Finding]:
         module = common_module(missing)
         yield NO_GRADIENT.found(len(missing), module, detail=detail, advice=advice, at_most="info")
     else:
-        detail = (
-            f"The loss depends on these {counted(len(missing), 'parameter')}, the last of which are those of {cut}."
-        )
+        detail = f"The loss depends on {counted(len(missing), 'parameter')} without a gradient, the last one in {cut}."
         end, advice = _end_of_gradient(trial), ""
         if end not in (None, cut):
             detail += f" The gradient ends in {end}: its inputs need one and get none."

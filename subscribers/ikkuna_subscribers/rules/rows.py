@@ -84,7 +84,8 @@ class TrainingRowsEvaluatedRule(_RowRule):
 
     The figure is a lower bound, because the training is sampled: the share of the last rows of each of up to 10 passes.
     Threshold: 0.1, at the second pass and later.
-    Cannot see: the evaluation of a compiled model; training rows that are augmented; passes whose last batch has none.
+    Cannot see: the evaluation of a compiled model; training rows that are augmented, or of steps with fewer labels; passes whose last batch
+    has none.
     """
 
     name = "training_rows_evaluated"
