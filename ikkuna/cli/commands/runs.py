@@ -27,8 +27,9 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         tuple("-" if each is None else f"{each:.4g}" if isinstance(each, float) else str(each) for each in row.values())
         for row in rows
     ]
+    header = ("run", "created (UTC)", "steps", "loss", "findings")
     empty = f"'{directory}' contains no run"
-    terminal.answer(rows, (lambda: terminal.write_table(tuple(rows[0]), cells)) if rows else empty)
+    terminal.answer(rows, (lambda: terminal.write_table(header, cells)) if rows else empty)
     return 0
 
 
