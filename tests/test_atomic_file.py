@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from ikkuna.backends import mpl
-from ikkuna.errors import SnapshotError
+from ikkuna.errors import ConfigError, SnapshotError
 from ikkuna.inspect.netdict.net_dict import load, save
+from ikkuna.report.page import page_target
 from ikkuna.support.files import atomic_file
 
 
@@ -80,6 +81,19 @@ def test_no_planted_link_is_followed(tmp_path, writer, name):
     assert precious.read_bytes() == b"data of the user"
     assert (directory / file).is_file()
     assert not (directory / file).is_symlink()
+
+
+@pytest.mark.parametrize("name", ["pipe", "link"])
+def test_no_pipe_or_device_is_replaced(tmp_path, name):
+    """A root user who writes a page to ``/dev/null`` keeps the device."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"), atomic_file(tmp_path / name):
+        pass
+    with pytest.raises(ConfigError, match="a device or a pipe"):
+        page_target(tmp_path / name)
+    assert (tmp_path / name).is_fifo()
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])

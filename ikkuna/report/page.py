@@ -104,13 +104,13 @@ def page_target(path: str | os.PathLike[str]) -> Path:
     Raises
     ------
     ConfigError
-        If its directory does not exist, or if it is a directory itself.
+        If its directory does not exist, or if it is a directory, a device or a pipe itself.
     """
     target = Path(path)
     if not target.parent.is_dir():
         raise ConfigError(f"cannot write '{target}': the directory '{target.parent}' does not exist")
-    if target.is_dir():
-        raise ConfigError(f"cannot write '{target}': it is a directory")
+    if target.exists() and not target.is_file():
+        raise ConfigError(f"cannot write '{target}': it is a directory, a device or a pipe")
     return target
 
 

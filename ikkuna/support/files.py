@@ -45,10 +45,10 @@ def atomic_path(path: Path) -> Iterator[Path]:
     Raises
     ------
     OSError
-        If the file cannot be replaced.
+        If the file cannot be replaced, or if `path` is a directory, a device or a pipe, or a link to one.
     """
-    if path.is_dir():  # a path such as "." has no name
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists():  # a device would be gone for all programs, and a path such as "." has no name
+        _require_regular(path.stat(), path)
     partial = path.with_name(f".{path.name[:100]}.{os.urandom(8).hex()}")
     try:
         yield partial

@@ -145,7 +145,7 @@ def test_runs_are_listed_with_loss_and_findings(server, writer):
     writer.find(Finding("dead_units", "error", "All are 0.", "a", step=3))
     status, text, _ = ask(server, "/")
     assert status == 200
-    for shown in ('href="run?name=run0001"', "error: dead_units", "0.05", ">19<", "<polyline"):
+    for shown in ('href="run?name=run0001"', "error: dead_units", "0.05", ">19<", "<polyline", "created (UTC)"):
         assert shown in text
     assert "run0002" not in text
 

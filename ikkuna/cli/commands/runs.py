@@ -26,8 +26,9 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         rows.append(_facts(path))
     terminal.progress("")
     cells = [tuple(_text(row[name]) for name in _COLUMNS) for row in rows]
+    header = ("run", "created (UTC)", "last step", "loss", "findings")
     empty = f"'{directory}' contains no run"
-    terminal.answer(rows, (lambda: terminal.write_table(_COLUMNS, cells)) if rows else empty)
+    terminal.answer(rows, (lambda: terminal.write_table(header, cells)) if rows else empty)
     return 0
 
 
