@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.support.torch_internals import FLATTENED
 
 N = TypeVar("N")
 ModuleFilter = Callable[["NamedModule"], bool] | Iterable[type[nn.Module]] | None
@@ -429,7 +430,7 @@ def shape_of(parameter: nn.Parameter) -> tuple[int, ...] | None:
 
 def is_flattened(parameter: nn.Parameter) -> bool:
     """Return whether FSDP1 has made a parameter a part of a flat one, or it is a flat one."""
-    return getattr(parameter, "_fsdp_flattened", False)
+    return getattr(parameter, FLATTENED, False)
 
 
 def difference(stored: Signature, present: Signature) -> str:

@@ -405,6 +405,10 @@ def default_store() -> Any:
     return distributed_c10d._get_default_store()
 
 
+FLATTENED = "_fsdp_flattened"
+"""The attribute by which FSDP1 marks flat parameters, and those that it has made parts of them."""
+
+
 def is_in_join() -> bool:
     """Return whether ranks may have different numbers of batches, because the running data-parallel wrapper is in ``join()``."""
     active: Any = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from ikkuna.distributed.dtensor import holds_gradients, is_distributed, sharded_parameters
 from ikkuna.support.failures import log, raise_users_exception, switched
-from ikkuna.support.modules import NamedModule, NamedParameter, is_flattened, parameters_of
+from ikkuna.support.modules import NamedModule, NamedParameter, parameters_of
 from ikkuna.support.torch_internals import (
+    FLATTENED,
     autograd_enabled_inside_operators,
     current_node,
     nodes_behind,
@@ -410,7 +411,7 @@ class TrackedParameters:
         """
         if type(parameter) is not nn.Parameter and (is_distributed(parameter) or nn.parameter.is_lazy(parameter)):
             return None
-        if parameter.layout is not torch.strided or is_flattened(parameter):
+        if parameter.layout is not torch.strided or getattr(parameter, FLATTENED, False):  # a call less
             return None
         function = switched([(set_grad_enabled, torch.is_grad_enabled(), True)], _node_of_view, parameter)
         return None if function is None else function.next_functions[0][0]
