@@ -6,6 +6,7 @@ The functions are aliases where possible, because some of them run in every hook
 
 import ctypes
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -403,6 +404,12 @@ def default_store() -> Any:
     if not hasattr(distributed_c10d, "_get_default_store"):
         raise RuntimeError(f"torch {torch.__version__} does not give access to the store of the default process group")
     return distributed_c10d._get_default_store()
+
+
+def code_around_modules() -> CodeType | None:
+    """Return the code of the frame that the compiler puts around modules of torch; ``None`` if it was not imported."""
+    utils: Any = sys.modules.get("torch._dynamo.external_utils")
+    return utils.wrap_inline(len).__code__ if hasattr(utils, "wrap_inline") else None
 
 
 FLATTENED = "_fsdp_flattened"

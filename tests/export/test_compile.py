@@ -232,6 +232,28 @@ def test_a_model_of_a_class_that_was_compiled_is_measured_when_it_is_compiled(bu
     assert {step for kind, _, step in values(recording) if kind == "activations_norm2"} == {0, 1}
 
 
+def test_a_compiled_sequence_is_measured_although_another_one_was_compiled_before(bus):
+    """The compiler keeps the programs of all modules that torch defines with one frame around them."""
+
+    def run(exporter=None):
+        model, loss = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), nn.CrossEntropyLoss()
+        optimizer, compiled = torch.optim.SGD(model.parameters(), 0.1), torch.compile(model, backend="aot_eager")
+        if exporter is not None:
+            exporter.add_modules(compiled)
+            exporter.set_loss(loss)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss(compiled(torch.ones(5, 3)), torch.zeros(5, dtype=torch.long)).backward()
+            optimizer.step()
+
+    recording = RecordingBackend()
+    bus.register_subscriber(NormSubscriber("activations", backend=recording))
+    run()
+    with Exporter(message_bus=bus) as exporter:
+        run(exporter)
+    assert {(name, step) for _, name, step in values(recording)} == {(name, step) for name in "012" for step in (0, 1)}
+
+
 def test_after_close_nothing_of_ours_is_in_the_graph(bus):
     model, loss, optimizer = make()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -25,7 +25,13 @@ from ikkuna.observation.hooks.context import (
 )
 from ikkuna.observation.hooks.hook import Hook
 from ikkuna.observation.hooks.nested_tensors import leaves, received
-from ikkuna.support.torch_internals import compiled_programs, drop_programs, is_traced_branch, skip_in_compiler
+from ikkuna.support.torch_internals import (
+    code_around_modules,
+    compiled_programs,
+    drop_programs,
+    is_traced_branch,
+    skip_in_compiler,
+)
 
 
 class CompilerStance:
@@ -69,8 +75,7 @@ class CompiledModules:
         for module in modules:
             cls = type(module)
             if cls not in counts:
-                code = _code(module)
-                counts[cls] = 0 if code is None else len(compiled_programs(code))
+                counts[cls] = sum(len(compiled_programs(code)) for code in _codes(module))
             if not (count := counts[cls]):
                 continue
             if module._compiled_call_impl is not None:
@@ -90,13 +95,17 @@ class CompiledModules:
         Otherwise a module that is compiled later could use one of them, which contains no measurement.
         """
         of_class = {type(module): module for module in modules}
-        for code in {code for module in of_class.values() if (code := _code(module)) is not None}:
+        for code in {code for module in of_class.values() for code in _codes(module)}:
             if compiled_programs(code):
                 drop_programs(code)
 
 
-def _code(module: nn.Module) -> CodeType | None:
-    return None if isinstance(module, jit.ScriptModule) else getattr(type(module).forward, "__code__", None)
+def _codes(module: nn.Module) -> list[CodeType]:
+    """Return the code that may have programs of a module: its ``forward``, and a frame around all modules of torch."""
+    if isinstance(module, jit.ScriptModule) or (code := getattr(type(module).forward, "__code__", None)) is None:
+        return []
+    around = code_around_modules() if type(module).forward.__module__.startswith("torch.") else None
+    return [code] if around is None else [code, around]
 
 
 def _have_wrapper(modules: list[nn.Module]) -> bool:
