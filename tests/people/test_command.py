@@ -87,10 +87,10 @@ def test_the_command_alone_prints_help(capsys):
 
 def test_runs_are_listed_with_the_newest_last(runs, capsys):
     rows = json.loads(called(capsys, "runs", "--json")[1])
-    assert [(row["run"], row["steps"]) for row in rows] == [
-        ("run/run0002", 12), ("run/run0010", 12), ("run/named", 12)
+    assert [(row["run"], row["last_step"], row["steps"]) for row in rows] == [
+        ("run/run0002", 11, 12), ("run/run0010", 11, 12), ("run/named", 11, 12)
     ]  # fmt: skip
-    assert rows[0].keys() == {"run", "created", "steps", "loss", "findings"}
+    assert rows[0].keys() == {"run", "created", "last_step", "loss", "findings", "steps"}
     assert called(capsys, "runs")[1].splitlines()[-1].split()[0] == "run/named"
 
 

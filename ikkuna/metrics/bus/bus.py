@@ -30,6 +30,7 @@ def described(modules: Iterable[NamedModule]) -> tuple[ModuleEntry, ...]:
 
     Examples
     --------
+    >>> from torch import nn
     >>> described([NamedModule("fc", nn.Linear(3, 2))])
     (ModuleEntry(name='fc', class_name='Linear', parameters=(('weight', (2, 3)), ('bias', (2,))), aliases=()),)
     """
