@@ -215,7 +215,7 @@ def read_private_file(path: Path, limit: int) -> bytes:
 def write_private_file(path: Path, content: bytes) -> None:
     """Replace a file of a private directory by one with this content; it appears complete or not at all.
 
-    A pipe, a socket or a device in its place is removed: nobody else uses it.
+    A pipe, a socket or a device in its place is removed first.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         path.unlink()

@@ -6,7 +6,6 @@ The functions are aliases where possible, because some of them run in every hook
 
 import ctypes
 import math
-import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -406,11 +405,8 @@ def default_store() -> Any:
     return distributed_c10d._get_default_store()
 
 
-def code_around_modules() -> CodeType | None:
-    """Return the code of the frame that the compiler puts around modules of torch; ``None`` if it was not imported."""
-    utils: Any = sys.modules.get("torch._dynamo.external_utils")
-    return utils.wrap_inline(len).__code__ if hasattr(utils, "wrap_inline") else None
-
+COMPILER_FRAMES = "torch._dynamo.external_utils"
+"""The module whose ``wrap_inline`` makes the frame that the compiler puts around modules of torch; it may not be imported."""
 
 FLATTENED = "_fsdp_flattened"
 """The attribute by which FSDP1 marks flat parameters, and those that it has made parts of them."""

@@ -1,6 +1,7 @@
 """Hooks that also work in compiled graphs, where they add the operators that measure."""
 
 import gc
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from ikkuna.observation.hooks.context import (
 from ikkuna.observation.hooks.hook import Hook
 from ikkuna.observation.hooks.nested_tensors import leaves, received
 from ikkuna.support.torch_internals import (
-    code_around_modules,
+    COMPILER_FRAMES,
     compiled_programs,
     drop_programs,
     is_traced_branch,
@@ -75,7 +76,9 @@ class CompiledModules:
         for module in modules:
             cls = type(module)
             if cls not in counts:
-                counts[cls] = sum(len(compiled_programs(code)) for code in _codes(module))
+                counts[cls] = 0
+                for code in _codes(module):
+                    counts[cls] += len(compiled_programs(code))
             if not (count := counts[cls]):
                 continue
             if module._compiled_call_impl is not None:
@@ -104,8 +107,8 @@ def _codes(module: nn.Module) -> list[CodeType]:
     """Return the code that may have programs of a module: its ``forward``, and a frame around all modules of torch."""
     if isinstance(module, jit.ScriptModule) or (code := getattr(type(module).forward, "__code__", None)) is None:
         return []
-    around = code_around_modules() if type(module).forward.__module__.startswith("torch.") else None
-    return [code] if around is None else [code, around]
+    frames: Any = sys.modules.get(COMPILER_FRAMES) if type(module).forward.__module__.startswith("torch.") else None
+    return [code, frames.wrap_inline(len).__code__] if hasattr(frames, "wrap_inline") else [code]
 
 
 def _have_wrapper(modules: list[nn.Module]) -> bool:
