@@ -411,9 +411,8 @@ class TrackedParameters:
         """
         if type(parameter) is not nn.Parameter and (is_distributed(parameter) or nn.parameter.is_lazy(parameter)):
             return None
-        if parameter.layout is not torch.strided or getattr(
-            parameter, FLATTENED, False
-        ):  # `is_flattened`, without its call
+        is_flat = getattr(parameter, FLATTENED, False)  # `is_flattened`, without its call
+        if parameter.layout is not torch.strided or is_flat:
             return None
         function = switched([(set_grad_enabled, torch.is_grad_enabled(), True)], _node_of_view, parameter)
         return None if function is None else function.next_functions[0][0]
