@@ -22,6 +22,7 @@ from ikkuna.report import write_report
 from ikkuna.report.content import RunContent, network_charts
 from ikkuna.report.difference import compare_runs
 from ikkuna.report.modules import module_kinds
+from ikkuna.store.names import Series
 from ikkuna.store.quantity import NEUTRAL, SCALES
 from ikkuna.store.run_directory import read_run_file
 from ikkuna.testing import small_model
@@ -85,7 +86,7 @@ def test_the_run_stores_what_its_kinds_are(runs):
     assert (loudness.unit, loudness.low, loudness.high, loudness.scale) == ("dB", -200.0, 0.0, "signed")
     assert (loudness.sources, loudness.statistics) == (("weights",), ("sumsq",))
     assert not run.quantity("weights_jitter").is_comparable
-    assert run.network_series()[0] == ("brightness", None)
+    assert run.network_series()[0] == Series("brightness")
     assert run.quantity("nothing") is NEUTRAL
 
 
@@ -120,8 +121,6 @@ def test_a_kind_that_is_not_comparable_is_not_compared(runs):
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_the_axis_of_a_figure_follows_the_declaration(scale):
-    from ikkuna.store.names import Series
-
     chart = Chart(Series("x", quantity=Quantity("m", scale=scale)))
     for step, value in enumerate((0.001, 0.01, 0.9)):
         chart.add(step, {None: value})

@@ -212,10 +212,9 @@ def _write_network(run: StoredRun, terminal: Terminal) -> None:
     limits = f"{'min':>11}{'max':>11}" if is_wide else ""
     terminal.write(terminal.styled(f"{'network':<28}{'last':>11}{limits}", "bold"))
     for pass_name in run.passes():
-        for kind, name in run.network_series(pass_name):
-            values = run.series(kind, name, pass_name).values
-            series = f"{kind}/{name}" if name else kind
-            label = series if pass_name == "training" else f"{series}.{pass_name}"
+        for series in run.network_series(pass_name):
+            values = run.series(series.kind, series.name, pass_name).values
+            label = series.label if pass_name == "training" else f"{series.label}.{pass_name}"
             finite = values[np.isfinite(values)]
             ends = (f"{finite.min():.3g}", f"{finite.max():.3g}") if len(finite) else ("-", "-")
             limits = f"{ends[0]:>11}{ends[1]:>11}" if is_wide else ""

@@ -259,10 +259,10 @@ def network_table(run: StoredRun) -> SummaryTable:
     """Return a row for each series that belongs to no module: first and last value, minimum and maximum."""
     rows = []
     for pass_name in run.passes():
-        for kind, name in run.network_series(pass_name):
-            label = run.quantity(kind).label(f"{kind}/{name}" if name else kind)
+        for series in run.network_series(pass_name):
+            label = run.quantity(series.kind).label(series.label)
             title = label if pass_name == "training" else f"{label} ({pass_name})"
-            rows.append((title, *_cells(run.series(kind, name, pass_name).values)))
+            rows.append((title, *_cells(run.series(series.kind, series.name, pass_name).values)))
     return SummaryTable("", ("network", "first", "last", "min", "max"), rows)
 
 

@@ -107,7 +107,10 @@ class Translation:
         ]
         own = [
             (
-                *(i, name, s.subscriber.merge, self._own_part(s, rows, row, parts[i], replicas)),
+                i,
+                name,
+                s.subscriber.merge,
+                self._own_part(s, rows, row, parts[i], replicas),
                 value if flat[i] is None or not s.subscriber.needs_whole else self._unknown(s, value),
             )
             for i, row in enumerate(numbers)

@@ -78,14 +78,14 @@ def network_charts(
     charts: dict[str, list[ReportCurve]] = {}
     for content in contents:
         for pass_name in content.run.passes():
-            for kind, name in content.run.network_series(pass_name):
-                chart = f"{kind}/{name}" if kind == LOGGED else kind
+            for series in content.run.network_series(pass_name):
+                chart = series.label if series.kind == LOGGED else series.kind
                 if only not in (None, chart):
                     continue
-                found = content.run.series(kind, name, pass_name)
+                found = content.run.series(series.kind, series.name, pass_name)
                 parts = [content.name] if len(contents) > 1 else []
                 parts += [pass_name] if pass_name != "training" or not parts else []
-                parts += [name] if name and chart == kind else []
+                parts += [series.name] if series.name and chart == series.kind else []
                 colour = content.colour if len(contents) > 1 else len(charts.get(chart, ()))
                 charts.setdefault(chart, []).append(ReportCurve(" · ".join(parts), found.steps, found.values, colour))
     quantities = {chart: _quantity(contents, chart) for chart in charts}

@@ -36,6 +36,11 @@ class Series:
     ylims: tuple[float, float] | None = None
     quantity: Quantity = field(default=NEUTRAL, compare=False, repr=False)
 
+    @property
+    def label(self) -> str:
+        """The kind, and the name if there is one, as people read it: ``logged/reward``."""
+        return self.kind if self.name is None else f"{self.kind}/{self.name}"
+
 
 @dataclass(frozen=True, eq=False)
 class SeriesGroup:

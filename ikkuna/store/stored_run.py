@@ -172,14 +172,16 @@ class StoredRun:
         """Return what a kind is; neutral if no subscriber declares it."""
         return self.quantities.get(kind, NEUTRAL)
 
-    def network_series(self, pass_name: str = TRAINING) -> list[tuple[str, str | None]]:
-        """Return kinds and names of the series that belong to no module; the most important kinds are first, such as the loss.
+    def network_series(self, pass_name: str = TRAINING) -> list[Series]:
+        """Return the series that belong to no module; the most important kinds are first, such as the loss.
 
         They are those of the whole network, and those with a name of their own: logged values, and the rates of groups.
         """
-        all_names = ((kind, name) for kind in self.kinds(pass_name) for name in self.names(kind, pass_name))
-        found = [(kind, name) for kind, name in all_names if not self._is_of_module(name, kind)]
-        return sorted(found, key=lambda series: network_order(series[0], self.quantity(series[0])))
+        found = (
+            Series(kind, name, pass_name) for kind in self.kinds(pass_name) for name in self.names(kind, pass_name)
+        )
+        own = [series for series in found if not self._is_of_module(series.name, series.kind)]
+        return sorted(own, key=lambda series: network_order(series.kind, self.quantity(series.kind)))
 
     def module_kinds(self) -> list[str]:
         """Return the kinds with values of modules, in the order in which a step computes them."""
@@ -272,7 +274,6 @@ class StoredRun:
         """Yield the values of each part of the training between two restarts, in the order of steps.
 
         Values of steps that were repeated later are among them.
-
 
         Parameters
         ----------

@@ -283,8 +283,7 @@ def shown(series: Series, value: Any, step: int) -> tuple[str, tuple[Any, ...]]:
     if hasattr(value, "tensorboard_buckets"):  # the `Histogram` of `ikkuna.numerics.statistics`
         value = value.tensorboard_buckets()
     if isinstance(value, str):
-        name = series.kind if series.name is None else f"{series.kind}/{series.name}"
-        return "add_text", (series.title or name, value, step)
+        return "add_text", (series.title or series.label, value, step)
     if isinstance(value, Finding):
         return "add_finding", (value, step)
     if isinstance(value, Matrix):

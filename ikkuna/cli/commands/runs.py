@@ -6,7 +6,8 @@ from typing import Any
 
 from ikkuna.cli.terminal import Terminal
 
-_COLUMNS = ("run", "created", "last_step", "loss", "findings")
+_COLUMNS = {"run": "run", "created": "created (UTC)", "last_step": "last step", "loss": "loss", "findings": "findings"}
+"""By field of the JSON output, the header of its column."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,9 +27,8 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         rows.append(_facts(path))
     terminal.progress("")
     cells = [tuple(_text(row[name]) for name in _COLUMNS) for row in rows]
-    header = ("run", "created (UTC)", "last step", "loss", "findings")
     empty = f"'{directory}' contains no run"
-    terminal.answer(rows, (lambda: terminal.write_table(header, cells)) if rows else empty)
+    terminal.answer(rows, (lambda: terminal.write_table(tuple(_COLUMNS.values()), cells)) if rows else empty)
     return 0
 
 

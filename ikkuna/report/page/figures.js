@@ -253,16 +253,21 @@ function decades(low, high) {
 }
 function logMarks(plot, axis, low, high) {
   const least = plot.numbers.scale === "log" ? low : plot.numbers.least;
-  const above = high > 0 ? decades(Math.max(least, low), high) : [], below = low < 0 ? decades(Math.max(least, -high), -low).map(value => -value).reverse() : [];
+  const above = high > 0 ? decades(Math.max(least, low), high) : [];
+  const below = low < 0 ? decades(Math.max(least, -high), -low).map(value => -value).reverse() : [];
   const marks = [...below, ...(low <= 0 && high >= 0 ? [0] : []), ...above];
   if (marks.length > 2) return marks;
-  const unit = 10 ** Math.floor(Math.log10((high - low) / 6)), step = unit * [1, 2, 5, 10].find(factor => high - low <= 6 * factor * unit);
-  return Array.from({length: Math.floor(high / step) - Math.ceil(low / step) + 1}, (_, i) => Number(((Math.ceil(low / step) + i) * step).toPrecision(12)));
+  const unit = 10 ** Math.floor(Math.log10((high - low) / 6));
+  const step = unit * [1, 2, 5, 10].find(factor => high - low <= 6 * factor * unit);
+  const first = Math.ceil(low / step), count = Math.floor(high / step) - first + 1;
+  return Array.from({length: count}, (_, i) => Number(((first + i) * step).toPrecision(12)));
 }
 function labelled(plot, marks) {
   if (marks.length < 7) return marks;
-  const digit = value => Number(Math.abs(value).toExponential()[0]), powers = marks.filter(value => digit(value) < 2), often = Math.ceil(powers.length / 8);
-  return marks.map(value => digit(value) < 2 ? (powers.indexOf(value) % often ? null : value) : powers.length < 4 && [2, 5].includes(digit(value)) ? value : null);
+  const digit = value => Number(Math.abs(value).toExponential()[0]);
+  const powers = marks.filter(value => digit(value) < 2), often = Math.ceil(powers.length / 8);
+  const isLabelled = value => digit(value) < 2 ? powers.indexOf(value) % often === 0 : powers.length < 4 && [2, 5].includes(digit(value));
+  return marks.map(value => isLabelled(value) ? value : null);
 }
 function makeChart(card) {
   const data = JSON.parse(card.dataset.chart), box = card.querySelector(".plot"), count = data.curves.length;
@@ -276,6 +281,7 @@ function makeChart(card) {
     },
   }));
   const bands = data.band ? [...Array(middle).keys()].map(i => ({series: [count - i, i + 1], fill: () => css("area")})) : [];
+  const logAxis = ["log", "asinh"].includes(data.scale) ? {splits: logMarks, filter: labelled} : {};
   const option = {
     width: Math.max(box.clientWidth, 200), height: 200,
     series: [{label: "step", value: (plot, step) => step === null ? "–" : isTime && times.length ? step + " (" + wallTime(step) + ")" : String(step)}, ...series],
@@ -285,7 +291,7 @@ function makeChart(card) {
     scales: {x: {time: false}, y: {distr: {log: 3, asinh: 4}[data.scale] || 1, asinh: data.least, log: 10, range: limits}},
     axes: [
       {stroke: () => css("soft"), grid: {stroke: () => css("grid"), width: 1}, ticks: {show: false}, size: 28, incrs: isTime ? undefined : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8, 1e9, 1e10, 1e12, 1e15, 1e16, 1e17], values: (plot, steps) => steps.map(step => isTime && times.length ? wallTime(step) : short(step))},
-      {stroke: () => css("soft"), grid: {stroke: () => css("grid"), width: 1}, ticks: {show: false}, size: 58, ...(["log", "asinh"].includes(data.scale) ? {splits: logMarks, filter: labelled} : {}), values: (plot, values) => values.map(value => value === null || value === undefined ? "" : short(value, data.scale === "linear" ? 4 : 3))},
+      {stroke: () => css("soft"), grid: {stroke: () => css("grid"), width: 1}, ticks: {show: false}, size: 58, ...logAxis, values: (plot, values) => values.map(value => value === null || value === undefined ? "" : short(value, data.scale === "linear" ? 4 : 3))},
     ],
     hooks: {
       drawClear: [plot => paint(plot, plot.numbers, true)],
