@@ -18,6 +18,7 @@ from ikkuna.support.torch_internals import pytree
 
 _STEPS, _MOST_ELEMENTS = 250, 1_000_000
 _SCORE = 10.0
+_STILL = 1e-3  # a gradient beside the greatest one of the same number, at the end of a descent
 _ROUNDING = 1e-5  # relative; a loss in float32 sums many terms
 _REACH = {"Sigmoid": (0.0, 1.0), "Softmax": (0.0, 1.0), "Tanh": (-1.0, 1.0), "Relu": (0.0, float("inf"))}
 
@@ -124,7 +125,10 @@ class _FreeLoss:
             return float(self(free, _IDENTITY))
 
     def descend(self, mapping: _Map) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the free numbers at the first step, and after some steps of Adam without the model."""
+        """Return the free numbers at the first step, and after some steps of Adam without the model.
+
+        There are as many steps as it takes until each gradient has been small for ten of them, beside the greatest it had.
+        """
         begin, labels = self.start(mapping), self.labels
         if (
             not labels.is_floating_point()
@@ -133,13 +137,19 @@ class _FreeLoss:
         free = [value.clone() for value in begin]
         scale = float(labels.abs().max()) if labels.is_floating_point() and labels.numel() else 10.0
         rate = 0.05 * max(1.0, scale)
-        means, squares = [torch.zeros_like(x) for x in free], [torch.zeros_like(x) for x in free]
+        means, squares, greatest = ([torch.zeros_like(x) for x in free] for _ in range(3))
+        still = 0
         for step in range(1, _STEPS + 1):
             _, gradients = self.gradient(free, mapping)
-            for x, g, m, s in zip(free, gradients, means, squares, strict=True):
+            for x, g, m, s, most in zip(free, gradients, means, squares, greatest, strict=True):
                 m.lerp_(g, 0.1)
                 s.lerp_(g * g, 0.001)
                 x.sub_(rate * (m / (1 - 0.9**step)) / ((s / (1 - 0.999**step)).sqrt() + 1e-8))
+                torch.maximum(most, g.abs(), out=most)
+            is_still = all(bool((g.abs() <= _STILL * most).all()) for g, most in zip(gradients, greatest, strict=True))
+            still = still + 1 if is_still else 0
+            if still == 10:
+                break
         return begin, free
 
 
