@@ -316,7 +316,8 @@ class NoLearningRule(Rule):
     The rule is silent if in these samples the movement of the weights has lowered the loss by 2% of the guess or more, although this is
     hidden by the differences between batches, see `LossChangeBoundSubscriber`.
     It is an info if something else than this movement has raised the loss by more than that of a guess: another term competes.
-    Cannot see: tasks that need longer than a hundred steps before anything happens look the same for a while; other losses.
+    Cannot see: tasks that need longer than a hundred steps before anything happens look the same for a while; other losses; labels that
+    are all one, as those of positives that stand before their negatives.
     """
 
     name = "no_learning"
@@ -345,8 +346,8 @@ class NoLearningRule(Rule):
             return
         moved = have_moved(history, history.memory[self.name])
         bias = (classes.last - 1) / (2 * max(count.median(10), 1))
-        most = math.log(classes.last)
-        guess = min(entropy.median(10) + bias, most)
+        most, known = math.log(classes.last), entropy.median(10)
+        guess = min(known + bias, most) if known else 0.0  # a guess of the only label has no loss
         window = max(math.ceil(self.labels / max(count.median(10), 1)), 4)
         chosen = spaced(mean, window + 10)[::-1]
         if len(chosen) < window + 10 or not moved or guess < 0.2:
