@@ -87,6 +87,14 @@ def scores_whose_axes_are_reshaped_instead_of_transposed():
     return segmenter(), (torch.randn(16, 3, 8, 8), torch.randint(4, (16, 8, 8))), loss
 
 
+@fault("viewed_axes")
+def classes_of_an_image_that_are_flattened_without_a_permutation():
+    def loss(output, y):
+        return functional.cross_entropy(output.reshape(-1, 4), y.reshape(-1))
+
+    return segmenter(), (torch.randn(16, 3, 8, 8), torch.randint(4, (16, 8, 8))), loss
+
+
 @fault("softmax_twice")
 def softmax_inside_of_the_loss():
     return stack([20, 64, 10]), vectors(), lambda output, y: functional.cross_entropy(output.softmax(1), y)
