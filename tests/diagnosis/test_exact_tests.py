@@ -346,6 +346,39 @@ def language_model_with_a_shift_backwards():
     return LanguageModel(), (x[:, 1:], x[:, :-1]), over_all_tokens
 
 
+class Translator(nn.Module):
+    """A model with an encoder that sees all positions, and a decoder with its own inputs."""
+
+    def __init__(self, is_causal=True):
+        super().__init__()
+        self.embedding, self.head, self.is_causal = nn.Embedding(50, 32), nn.Linear(32, 50), is_causal
+        self.body = nn.Transformer(32, 2, 1, 1, 64, 0.0, batch_first=True)
+
+    def forward(self, source, target):
+        mask = torch.ones(target.shape[1], target.shape[1]).triu(1).bool() if self.is_causal else None
+        return self.head(self.body(self.embedding(source), self.embedding(target), tgt_mask=mask))
+
+
+def sentences(shift=1):
+    source, target = torch.randint(50, (8, 12)), torch.randint(50, (8, 13))
+    return (source, target[:, :12], target[:, shift : 12 + shift]), over_all_tokens
+
+
+@healthy
+def translator():
+    return Translator(), *sentences()
+
+
+@fault("time_leak")
+def translator_whose_decoder_has_no_mask():
+    return Translator(is_causal=False), *sentences()
+
+
+@fault("label_offset")
+def translator_without_a_shift():
+    return Translator(), *sentences(0)
+
+
 class Pooled(nn.Module):
     """A classifier of texts by the mean of its embeddings."""
 
