@@ -364,6 +364,31 @@ def sentences(shift=1):
     return (source, target[:, :12], target[:, shift : 12 + shift]), over_all_tokens
 
 
+class Normalized(nn.Module):
+    """A layer that normalises its first batch by its parameters, as in a flow."""
+
+    def __init__(self, size, always):
+        super().__init__()
+        self.offset, self.scale, self.always = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.ones(size)), always
+        self.register_buffer("is_initialised", torch.tensor(False))
+
+    def forward(self, x):
+        if not self.is_initialised and (self.always or self.training):
+            self.offset.data, self.scale.data = -x.mean(0).detach(), 1 / x.std(0).detach()
+            self.is_initialised.fill_(True)
+        return (x + self.offset) * self.scale
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_a_layer_that_is_initialised_by_its_first_batch_mixes_no_samples(always):
+    torch.manual_seed(0)
+    layers = (nn.Linear(20, 32), Normalized(32, always), nn.Tanh(), nn.Linear(32, 10))
+    model = nn.Sequential(*layers)
+    assert not names(model, vectors(), nn.CrossEntropyLoss())
+    assert not model[1].is_initialised
+    assert bool((model[1].scale == 1).all())
+
+
 @healthy
 def translator():
     return Translator(), *sentences()
