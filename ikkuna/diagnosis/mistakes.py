@@ -364,6 +364,12 @@ CONSTANT_RESULT = Mistake(
         "zero_gradient signal_lost ignores_input no_learning plateau never_moves vanishing_gradient labels_out_of_reach all_gradients_zero"
     ),
 )
+SAME_SIDES = Mistake(
+    "same_sides",
+    meaning="The difference in a log-sigmoid is exactly 0 for every pair, also after an update: its two sides are the same.",
+    advice="compute the side of the reference with a frozen copy of the model, made before training; the answers of a pair must differ",
+    explains=names("no_learning plateau"),
+)
 SOFTMAX_AXIS = Mistake(
     "softmax_axis",
     meaning="The softmax of an attention is over another axis than that of the keys, so that the weights of a query do not have the sum 1.",

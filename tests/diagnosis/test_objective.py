@@ -1,5 +1,6 @@
 """Objectives of a user's own: what the graph of autograd shows of wrong ones, and that right ones are not accused."""
 
+import copy
 import math
 
 import pytest
@@ -17,7 +18,7 @@ RULES = {
     *("loss_contract", "label_shape", "mixed_reduction", "unbounded_loss", "own_candidate", "loss_floor", "time_leak"),
     *("label_offset", "padding_in_loss", "inverted_mask", "added_mask", "viewed_axes", "one_label", "entropy_punished", "constant_result"),
     *("codes_across_samples", "mask_as_index", "trivial_optimum", "softmax_twice", "sigmoid_twice", "no_log_softmax"),
-    *("labels_no_distribution", "softmax_axis"),
+    *("labels_no_distribution", "softmax_axis", "same_sides"),
 }  # fmt: skip
 RIGHT, WRONG = {}, {}
 
@@ -536,6 +537,33 @@ def ratio_to_the_old_policy():
 @wrong("constant_result")
 def ratio_to_itself():
     return policy(lambda logarithms: logarithms * 1)
+
+
+def preferences(make_reference):
+    """Return a policy that learns which of two choices is better, beside a reference."""
+    model = net()
+    reference = make_reference(model)
+
+    def objective(model):
+        x, better = rows(), classes()
+        worse = (better + 1) % 4
+        with torch.no_grad():
+            before = reference(x).log_softmax(1)
+        moved = model(x).log_softmax(1) - before
+        sides = [moved.gather(1, each[:, None]).squeeze(1) for each in (better, worse)]
+        return -F.logsigmoid(0.1 * (sides[0] - sides[1])).mean()
+
+    return model, objective
+
+
+@right
+def reference_that_stays():
+    return preferences(lambda model: copy.deepcopy(model).requires_grad_(False))
+
+
+@wrong("same_sides")
+def reference_that_is_the_policy():
+    return preferences(lambda model: model)
 
 
 @wrong("entropy_punished")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikkuna.diagnosis.mistakes import ADDED_MASK, CONSTANT_RESULT, INVERTED_MASK, ONE_LABEL
+from ikkuna.diagnosis.mistakes import ADDED_MASK, CONSTANT_RESULT, INVERTED_MASK, ONE_LABEL, SAME_SIDES
 from ikkuna.diagnosis.objective import operations, positions, sums
 from ikkuna.diagnosis.objective.graph import ObjectiveGraph, nearest_parameters, operation, terms
 from ikkuna.diagnosis.preflight_checks.batch import tensors_of, without_labels
@@ -58,6 +58,7 @@ class RecordedObjective:
         self._sequences: list[positions.LabelledTokens] = []
         self._labels: set[float] = set()
         self._count_of_labels = self._ratios = 0
+        self._weights_of_same = set[tuple[float, ...]]()
 
     @property
     def is_done(self) -> bool:
@@ -129,6 +130,9 @@ class RecordedObjective:
         self._found += operations.contrasts(graph.nodes)
         self._read_operations(graph.nodes, of_model)
         self._read_sequences(graph, model, of_model)
+        if operations.pairs_without_difference(graph.nodes):
+            self._weights_of_same.add(_some_weights(model))
+            self._found += [SAME_SIDES.found()] if len(self._weights_of_same) == 2 else []
 
     def _read_losses(self, calls: list[LossCall], is_known: bool, is_alone: bool) -> None:
         """Judge the arguments of losses of torch, and when all passes were read whether every label was the same."""
@@ -182,6 +186,12 @@ class RecordedObjective:
         integers = [x for x in given if not x.is_floating_point() and x.dtype is not torch.bool and x.numel()]
         found = [x for x in integers if int(x.max()) > 2 and bool((x != x[:1]).any())]
         return found[0].long() if len(found) == 1 else None
+
+
+def _some_weights(model: nn.Module) -> tuple[float, ...]:
+    """Return the first elements of the last trainable parameters, which show that an update has moved them."""
+    chosen = [p for p in model.parameters() if p.requires_grad and p.is_cpu and p.element_size() > 2][-8:]
+    return tuple(x for p in chosen for x in p.detach().reshape(-1)[:8].tolist())
 
 
 def _is_of_data(node: Any) -> bool:
