@@ -351,7 +351,7 @@ ONE_LABEL = Mistake(
     "one_label",
     "warning",
     "warning",
-    meaning="Every label is {figure:g}: there is nothing to distinguish.",
+    meaning="Every label that was read is {figure:g}: there is nothing to distinguish.",
     advice="check how the labels are made, loaded and converted, as floating-point numbers to integers, and whether the data have "
     "examples of other labels",
     explains=names("lost_updates logit_growth repeated_batch ignores_input no_learning class_collapse not_shuffled"),

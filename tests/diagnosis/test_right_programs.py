@@ -726,6 +726,20 @@ def test_no_rule_accuses_a_program_that_trains(name, tmp_path):
     assert not [text for text in accused if is_silent or not text.startswith("info")]
 
 
+def test_one_label_speaks_of_the_batches_that_were_read(tmp_path):
+    """Every second batch has the other label, and every tenth one is read."""
+    torch.manual_seed(0)
+    model, loss = mlp(8, 16, 2), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with ikkuna.watch(model, loss, log_dir=tmp_path, backend="null", verbosity=0) as handle:
+        for step in range(120):
+            optimizer.zero_grad()
+            loss(model(torch.randn(32, 8)), torch.full((32,), step % 2)).backward()
+            optimizer.step()
+    [found] = [each for each in handle.findings if each.rule == "one_label"]
+    assert found.message.startswith("Every label that was read is 0")
+
+
 @pytest.mark.parametrize(("period", "expected"), [(10**9, None), (25, "info"), (1, "error")])
 def test_an_optimizer_that_is_created_again_and_again_is_found(period, expected, tmp_path):
     torch.manual_seed(0)
