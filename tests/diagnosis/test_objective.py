@@ -844,6 +844,16 @@ def test_wrong_objectives_are_named(name, tmp_path):
     assert {each.rule for each in found(make, tmp_path) if each.severity != "info"} == rules
 
 
+@pytest.mark.parametrize(("rate", "rules"), [(1e-3, ["same_sides"]), (1e-7, [])])
+def test_sides_are_the_same_once_the_weights_have_moved(rate, rules, tmp_path):
+    """The first updates of a warm-up may be lost in the rounding of the outputs."""
+    torch.manual_seed(0)
+    model, objective = reference_that_is_the_policy()
+    with ikkuna.watch(model, log_dir=tmp_path, backend="null", verbosity=0) as handle:
+        train(model, objective, optimizer=torch.optim.Adam(model.parameters(), rate))
+    assert [each.rule for each in handle.findings if each.rule == "same_sides"] == rules
+
+
 def test_the_module_of_an_attention_is_named(tmp_path):
     assert found(no_mask, tmp_path)[0].module == found(mask_of_words, tmp_path)[0].module == "attention"
 

@@ -24,6 +24,7 @@ from ikkuna.support.undisturbed import gradients
 
 _MOST_PASSES = 6
 _MANY_LABELS = 128
+_MOVED = 1e-3  # of a weight: the first updates of a warm-up may be lost in the rounding of the outputs
 _OF_CLASSES = ("NllLoss", "NllLoss2D")
 _BINARY = (
     "binary_cross_entropy",
@@ -58,7 +59,7 @@ class RecordedObjective:
         self._sequences: list[positions.LabelledTokens] = []
         self._labels: set[float] = set()
         self._count_of_labels = self._ratios = 0
-        self._weights_of_same = set[tuple[float, ...]]()
+        self._weights_of_same: list[Tensor] | None = None
 
     @property
     def is_done(self) -> bool:
@@ -131,8 +132,11 @@ class RecordedObjective:
         self._read_operations(graph.nodes, of_model)
         self._read_sequences(graph, model, of_model)
         if operations.pairs_without_difference(graph.nodes):
-            self._weights_of_same.add(_some_weights(model))
-            self._found += [SAME_SIDES.found()] if len(self._weights_of_same) == 2 else []
+            before, weights = self._weights_of_same, _some_weights(model)
+            if before is None:
+                self._weights_of_same = weights
+            elif any(0 < _MOVED * a.norm() < (b - a).norm() for a, b in zip(before, weights, strict=True)):
+                self._found.append(SAME_SIDES.found())
 
     def _read_losses(self, calls: list[LossCall], is_known: bool, is_alone: bool) -> None:
         """Judge the arguments of losses of torch, and when all passes were read whether every label was the same."""
@@ -188,10 +192,10 @@ class RecordedObjective:
         return found[0].long() if len(found) == 1 else None
 
 
-def _some_weights(model: nn.Module) -> tuple[float, ...]:
-    """Return the first elements of the last trainable parameters, which show that an update has moved them."""
+def _some_weights(model: nn.Module) -> list[Tensor]:
+    """Return copies of the first elements of the last trainable parameters, which show that an update has moved them."""
     chosen = [p for p in model.parameters() if p.requires_grad and p.is_cpu and p.element_size() > 2][-8:]
-    return tuple(x for p in chosen for x in p.detach().reshape(-1)[:8].tolist())
+    return [p.detach().reshape(-1)[:8].clone() for p in chosen]
 
 
 def _is_of_data(node: Any) -> bool:
