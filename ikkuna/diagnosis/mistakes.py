@@ -351,7 +351,7 @@ ONE_LABEL = Mistake(
     "one_label",
     "warning",
     "warning",
-    meaning="Every label is {figure:g}: there is nothing to distinguish.",
+    meaning="Every label that was read is {figure:g}: there is nothing to distinguish.",
     advice="check how the labels are made, loaded and converted, as floating-point numbers to integers, and whether the data have "
     "examples of other labels",
     explains=names("lost_updates logit_growth repeated_batch ignores_input no_learning class_collapse not_shuffled"),
@@ -363,6 +363,12 @@ CONSTANT_RESULT = Mistake(
     explains=names(
         "zero_gradient signal_lost ignores_input no_learning plateau never_moves vanishing_gradient labels_out_of_reach all_gradients_zero"
     ),
+)
+SAME_SIDES = Mistake(
+    "same_sides",
+    meaning="The difference in a log-sigmoid is exactly 0 for every pair, also after an update: its two sides are the same.",
+    advice="compute the side of the reference with a frozen copy of the model, made before training; the answers of a pair must differ",
+    explains=names("no_learning plateau"),
 )
 SOFTMAX_AXIS = Mistake(
     "softmax_axis",

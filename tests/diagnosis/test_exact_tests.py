@@ -87,6 +87,14 @@ def scores_whose_axes_are_reshaped_instead_of_transposed():
     return segmenter(), (torch.randn(16, 3, 8, 8), torch.randint(4, (16, 8, 8))), loss
 
 
+@fault("viewed_axes")
+def classes_of_an_image_that_are_flattened_without_a_permutation():
+    def loss(output, y):
+        return functional.cross_entropy(output.reshape(-1, 4), y.reshape(-1))
+
+    return segmenter(), (torch.randn(16, 3, 8, 8), torch.randint(4, (16, 8, 8))), loss
+
+
 @fault("softmax_twice")
 def softmax_inside_of_the_loss():
     return stack([20, 64, 10]), vectors(), lambda output, y: functional.cross_entropy(output.softmax(1), y)
@@ -336,6 +344,64 @@ def language_model_with_two_shifts():
 def language_model_with_a_shift_backwards():
     x = torch.randint(50, (8, 13))
     return LanguageModel(), (x[:, 1:], x[:, :-1]), over_all_tokens
+
+
+class Translator(nn.Module):
+    """A model with an encoder that sees all positions, and a decoder with its own inputs."""
+
+    def __init__(self, is_causal=True):
+        super().__init__()
+        self.embedding, self.head, self.is_causal = nn.Embedding(50, 32), nn.Linear(32, 50), is_causal
+        self.body = nn.Transformer(32, 2, 1, 1, 64, 0.0, batch_first=True)
+
+    def forward(self, source, target):
+        mask = torch.ones(target.shape[1], target.shape[1]).triu(1).bool() if self.is_causal else None
+        return self.head(self.body(self.embedding(source), self.embedding(target), tgt_mask=mask))
+
+
+def sentences(shift=1):
+    source, target = torch.randint(50, (8, 12)), torch.randint(50, (8, 13))
+    return (source, target[:, :12], target[:, shift : 12 + shift]), over_all_tokens
+
+
+class Normalized(nn.Module):
+    """A layer that normalises its first batch by its parameters, as in a flow."""
+
+    def __init__(self, size, always):
+        super().__init__()
+        self.offset, self.scale, self.always = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.ones(size)), always
+        self.register_buffer("is_initialised", torch.tensor(False))
+
+    def forward(self, x):
+        if not self.is_initialised and (self.always or self.training):
+            self.offset.data, self.scale.data = -x.mean(0).detach(), 1 / x.std(0).detach()
+            self.is_initialised.fill_(True)
+        return (x + self.offset) * self.scale
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_a_layer_that_is_initialised_by_its_first_batch_mixes_no_samples(always):
+    torch.manual_seed(0)
+    layers = (nn.Linear(20, 32), Normalized(32, always), nn.Tanh(), nn.Linear(32, 10))
+    model = nn.Sequential(*layers)
+    assert not names(model, vectors(), nn.CrossEntropyLoss())
+    assert not model[1].is_initialised
+    assert bool((model[1].scale == 1).all())
+
+
+@healthy
+def translator():
+    return Translator(), *sentences()
+
+
+@fault("time_leak")
+def translator_whose_decoder_has_no_mask():
+    return Translator(is_causal=False), *sentences()
+
+
+@fault("label_offset")
+def translator_without_a_shift():
+    return Translator(), *sentences(0)
 
 
 class Pooled(nn.Module):

@@ -14,7 +14,8 @@ from ikkuna.diagnosis.objective.positions import added_masks, attentions, exchan
 from tests.diagnosis.healthy_models import LanguageModel
 from tests.diagnosis.test_objective import RIGHT, RULES, WRONG, train
 
-OF_SEVERAL_PASSES = {"one_label", "constant_result"}  # labels are counted, and ratios of 1 must be there twice
+# labels are counted, ratios of 1 must be there twice, and equal sides after an update
+OF_SEVERAL_PASSES = {"one_label", "constant_result", "same_sides"}
 
 
 def loud(findings):

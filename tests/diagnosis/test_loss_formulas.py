@@ -220,10 +220,10 @@ def test_a_loss_is_a_sum_over_the_batch_its_parts_or_the_ranks(ratios, count, pa
     assert scores("loss_scale", len(ratios), values, every=1) == close(expected)
 
 
-def falls_between(losses, samples, window):
-    """Return whether the losses of all steps, also between the samples, are lower in the last window than in the first."""
+def levels_between(losses, samples, window):
+    """Return the losses of all steps, also between the samples, in the first and in the last window."""
     first, last = 10 * (samples - window - 10), 10 * (samples - window)
-    return bool(median(losses[last:]) <= 0.98 * median(losses[first : first + 10 * (window - 1) + 1]))
+    return median(losses[first : first + 10 * (window - 1) + 1]), median(losses[last:])
 
 
 def share_of_guess(means, entropies, count, classes, moved):
@@ -280,7 +280,9 @@ def test_nothing_is_learned_if_the_cross_entropy_stays_that_of_a_guess(
         guess, window, now, before = found
         falls = now <= 0.98 * before
         if loss is not None and abs(loss - 1) <= 0.01 * loss:
-            falls |= falls_between(known, number, window)
+            first, last = levels_between(known, number, window)
+            falls |= bool(last <= 0.98 * first)
+            now = min(now, last / guess)
         raised = -math.inf
         if bound is not None:
             falls |= -bound * 10 > 0.02 * guess

@@ -1,5 +1,6 @@
 """Objectives of a user's own: what the graph of autograd shows of wrong ones, and that right ones are not accused."""
 
+import copy
 import math
 
 import pytest
@@ -17,7 +18,7 @@ RULES = {
     *("loss_contract", "label_shape", "mixed_reduction", "unbounded_loss", "own_candidate", "loss_floor", "time_leak"),
     *("label_offset", "padding_in_loss", "inverted_mask", "added_mask", "viewed_axes", "one_label", "entropy_punished", "constant_result"),
     *("codes_across_samples", "mask_as_index", "trivial_optimum", "softmax_twice", "sigmoid_twice", "no_log_softmax"),
-    *("labels_no_distribution", "softmax_axis"),
+    *("labels_no_distribution", "softmax_axis", "same_sides"),
 }  # fmt: skip
 RIGHT, WRONG = {}, {}
 
@@ -538,6 +539,33 @@ def ratio_to_itself():
     return policy(lambda logarithms: logarithms * 1)
 
 
+def preferences(make_reference):
+    """Return a policy that learns which of two choices is better, beside a reference."""
+    model = net()
+    reference = make_reference(model)
+
+    def objective(model):
+        x, better = rows(), classes()
+        worse = (better + 1) % 4
+        with torch.no_grad():
+            before = reference(x).log_softmax(1)
+        moved = model(x).log_softmax(1) - before
+        sides = [moved.gather(1, each[:, None]).squeeze(1) for each in (better, worse)]
+        return -F.logsigmoid(0.1 * (sides[0] - sides[1])).mean()
+
+    return model, objective
+
+
+@right
+def reference_that_stays():
+    return preferences(lambda model: copy.deepcopy(model).requires_grad_(False))
+
+
+@wrong("same_sides")
+def reference_that_is_the_policy():
+    return preferences(lambda model: model)
+
+
 @wrong("entropy_punished")
 def certain_actions():
     def objective(model):
@@ -814,6 +842,16 @@ def test_right_objectives_are_not_accused(name, tmp_path):
 def test_wrong_objectives_are_named(name, tmp_path):
     make, rules = WRONG[name]
     assert {each.rule for each in found(make, tmp_path) if each.severity != "info"} == rules
+
+
+@pytest.mark.parametrize(("rate", "rules"), [(1e-3, ["same_sides"]), (1e-7, [])])
+def test_sides_are_the_same_once_the_weights_have_moved(rate, rules, tmp_path):
+    """The first updates of a warm-up may be lost in the rounding of the outputs."""
+    torch.manual_seed(0)
+    model, objective = reference_that_is_the_policy()
+    with ikkuna.watch(model, log_dir=tmp_path, backend="null", verbosity=0) as handle:
+        train(model, objective, optimizer=torch.optim.Adam(model.parameters(), rate))
+    assert [each.rule for each in handle.findings if each.rule == "same_sides"] == rules
 
 
 def test_the_module_of_an_attention_is_named(tmp_path):

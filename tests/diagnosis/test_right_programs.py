@@ -408,6 +408,27 @@ def positives_that_stand_before_the_negatives():
     return model, loss, step
 
 
+@program("no_learning", steps=180)
+def a_queue_that_fills_with_harder_negatives():
+    model, loss = mlp(20, 48, 16), nn.CrossEntropyLoss()
+    slow, queue = copy.deepcopy(model).requires_grad_(False), list(F.normalize(torch.randn(128, 16), dim=1).split(32))
+    optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+
+    def step():
+        x = torch.randn(32, 20)
+        one, two = (F.normalize(each(x + 3.0 * torch.randn_like(x)), dim=1) for each in (model, slow))
+        scores = torch.cat([(one * two).sum(1, keepdim=True), one @ torch.cat(queue).T], 1) / 0.2
+        optimizer.zero_grad()
+        loss(scores, torch.zeros(len(x), dtype=torch.long)).backward()
+        optimizer.step()
+        queue[:] = [*queue[1:], two]
+        with torch.no_grad():
+            for old, new in zip(slow.parameters(), model.parameters(), strict=True):
+                old.lerp_(new, 0.01)
+
+    return model, loss, step
+
+
 @program("not_in_optimizer")
 def matrices_that_are_updated_by_hand():
     model, loss = mlp(8, 16, 3), nn.CrossEntropyLoss()
@@ -703,6 +724,20 @@ def test_no_rule_accuses_a_program_that_trains(name, tmp_path):
     accused = [str(finding) for finding in exporter.findings if finding.rule in rules]
     is_silent = name in ("ten_batches_an_epoch", "a_constant_mask_before_the_tokens")
     assert not [text for text in accused if is_silent or not text.startswith("info")]
+
+
+def test_one_label_speaks_of_the_batches_that_were_read(tmp_path):
+    """Every second batch has the other label, and every tenth one is read."""
+    torch.manual_seed(0)
+    model, loss = mlp(8, 16, 2), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with ikkuna.watch(model, loss, log_dir=tmp_path, backend="null", verbosity=0) as handle:
+        for step in range(120):
+            optimizer.zero_grad()
+            loss(model(torch.randn(32, 8)), torch.full((32,), step % 2)).backward()
+            optimizer.step()
+    [found] = [each for each in handle.findings if each.rule == "one_label"]
+    assert found.message.startswith("Every label that was read is 0")
 
 
 @pytest.mark.parametrize(("period", "expected"), [(10**9, None), (25, "info"), (1, "error")])

@@ -142,6 +142,28 @@ def ratios_of_one(nodes: Sequence[Any]) -> bool:
     return False
 
 
+def pairs_without_difference(nodes: Sequence[Any]) -> bool:
+    """Return whether a log-sigmoid gets a difference that is exactly 0 everywhere, in float32 or more.
+
+    That of a policy and its reference is so before the first update, and later if the reference is the policy itself.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from ikkuna.diagnosis.objective.graph import ObjectiveGraph
+    >>> x = torch.randn(3, requires_grad=True)
+    >>> losses = [torch.nn.functional.logsigmoid(0.1 * (x - old)).sum() for old in (x.detach(), x.detach() + 1)]
+    >>> [pairs_without_difference(ObjectiveGraph([loss]).nodes) for loss in losses]
+    [True, False]
+    """
+    for node in nodes:
+        given = saved_by(node, "self") if operation(node) == "LogSigmoid" else None
+        if isinstance(given, Tensor) and given.is_cpu and given.element_size() > 2 and not bool(given.any()):
+            source = _first_behind(node, _ON_SCORES)
+            return source is not None and operation(source) == "Sub"
+    return False
+
+
 def masks_as_indices(nodes: Sequence[Any]) -> Iterator[Finding]:
     """Find results of layers that are indexed by integers of 0 and 1, as many as there are rows.
 

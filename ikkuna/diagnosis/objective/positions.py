@@ -25,6 +25,7 @@ _ARRANGING = (
     *("LogSoftmax", "View", "UnsafeView", "ReshapeAlias", "Alias", "Clone", "ToCopy", "Unsqueeze", "Squeeze"),
     *("Transpose", "Permute", "Div", "Mul", "Add"),
 )
+_OF_IMAGES = ("Convolution", "UpsampleNearest2D", "UpsampleBilinear2D")
 _VIEWS = ("View", "UnsafeView", "ReshapeAlias")
 
 
@@ -200,9 +201,15 @@ def exchanged_axes(node: Any) -> Iterator[Finding]:
         before = shape_behind(behind, place) if behind is not None else None
         if operation(node) in _VIEWS and before is not None and after is not None and before != after:
             kept = [[size for size in shape if size > 1] for shape in (before, after)]
-            if kept[0] != kept[1] and sorted(kept[0]) == sorted(kept[1]):
+            is_exchanged = kept[0] != kept[1] and sorted(kept[0]) == sorted(kept[1])
+            if is_exchanged or (operation(behind) in _OF_IMAGES and _cuts_channels(before, after)):
                 yield VIEWED_AXES.found(detail=f"The shape {before} becomes {after}.")
                 return
+
+
+def _cuts_channels(before: Sequence[int], after: Sequence[int]) -> bool:
+    """Return whether a view of (sample, class, position, …) to (…, class) makes rows of positions of one class."""
+    return len(after) == 2 and before[1] == after[1] > 1 < math.prod(before[2:])
 
 
 def exchanged_heads(nodes: Sequence[Any]) -> Iterator[tuple[Any, Finding]]:

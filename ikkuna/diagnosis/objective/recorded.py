@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikkuna.diagnosis.mistakes import ADDED_MASK, CONSTANT_RESULT, INVERTED_MASK, ONE_LABEL
+from ikkuna.diagnosis.mistakes import ADDED_MASK, CONSTANT_RESULT, INVERTED_MASK, ONE_LABEL, SAME_SIDES
 from ikkuna.diagnosis.objective import operations, positions, sums
 from ikkuna.diagnosis.objective.graph import ObjectiveGraph, nearest_parameters, operation, terms
 from ikkuna.diagnosis.preflight_checks.batch import tensors_of, without_labels
@@ -24,6 +24,7 @@ from ikkuna.support.undisturbed import gradients
 
 _MOST_PASSES = 6
 _MANY_LABELS = 128
+_MOVED = 1e-3  # of a weight: the first updates of a warm-up may be lost in the rounding of the outputs
 _OF_CLASSES = ("NllLoss", "NllLoss2D")
 _BINARY = (
     "binary_cross_entropy",
@@ -58,6 +59,7 @@ class RecordedObjective:
         self._sequences: list[positions.LabelledTokens] = []
         self._labels: set[float] = set()
         self._count_of_labels = self._ratios = 0
+        self._weights_of_same: list[Tensor] | None = None
 
     @property
     def is_done(self) -> bool:
@@ -129,6 +131,12 @@ class RecordedObjective:
         self._found += operations.contrasts(graph.nodes)
         self._read_operations(graph.nodes, of_model)
         self._read_sequences(graph, model, of_model)
+        if operations.pairs_without_difference(graph.nodes):
+            before, weights = self._weights_of_same, _some_weights(model)
+            if before is None:
+                self._weights_of_same = weights
+            elif any(0 < _MOVED * a.norm() < (b - a).norm() for a, b in zip(before, weights, strict=True)):
+                self._found.append(SAME_SIDES.found())
 
     def _read_losses(self, calls: list[LossCall], is_known: bool, is_alone: bool) -> None:
         """Judge the arguments of losses of torch, and when all passes were read whether every label was the same."""
@@ -182,6 +190,12 @@ class RecordedObjective:
         integers = [x for x in given if not x.is_floating_point() and x.dtype is not torch.bool and x.numel()]
         found = [x for x in integers if int(x.max()) > 2 and bool((x != x[:1]).any())]
         return found[0].long() if len(found) == 1 else None
+
+
+def _some_weights(model: nn.Module) -> list[Tensor]:
+    """Return copies of the first elements of the last trainable parameters, which show that an update has moved them."""
+    chosen = [p for p in model.parameters() if p.requires_grad and p.is_cpu and p.element_size() > 2][-8:]
+    return [p.detach().reshape(-1)[:8].clone() for p in chosen]
 
 
 def _is_of_data(node: Any) -> bool:

@@ -24,6 +24,7 @@ from ikkuna.diagnosis.preflight_checks.batch import (
 from ikkuna.diagnosis.preflight_checks.first_step import ForwardRecord, recorded
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, arranged_scores, main_output
 from ikkuna.diagnosis.preflight_checks.signal import has_substitute_gradient, require_different_samples
+from ikkuna.diagnosis.preflight_checks.training_setup import restored
 from ikkuna.diagnosis.preflight_checks.trial import Trial, perturbed_output
 from ikkuna.printable import listed
 from ikkuna.store.finding import Finding
@@ -297,6 +298,28 @@ def require_no_state(trial: Trial) -> None:
     before, after = trial.evaluated, trial.evaluate(trial.batch).output
     if before.shape != after.shape or relative_change(before, after, before):
         raise CannotJudgeError("the model keeps a state from one forward to the next")
+    require_no_change(trial)
+
+
+def require_no_change(trial: Trial, as_training: bool = False) -> None:
+    """Raise if a forward changes parameters, or buffers in evaluation mode, as one that initialises them from its first batch.
+
+    Raises
+    ------
+    CannotJudgeError
+        If it does: then the output depends on other samples, and on other parameters, in the first forward alone.
+    """
+    model = trial.model
+    with trial.running(as_training=as_training, autograd=True), restored([model]):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.is_floating_point():  # earlier passes may have left what this one would write
+                    parameter.mul_(1.001)
+        values = [*model.parameters(), *([] if as_training else model.buffers())]
+        before = [value.detach().clone() for value in values]
+        run_model(model, trial.batch.copy().inputs)
+        if not all(map(torch.equal, before, values)):
+            raise CannotJudgeError("a forward changes parameters or buffers, as one that initialises them")
 
 
 def inplace_changes_output(trial: Trial) -> Iterator[Finding]:

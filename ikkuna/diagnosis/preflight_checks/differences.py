@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ikkuna.diagnosis.mistakes import NO_ACTIVATION, REVERSED_GRADIENT, WRONG_GRADIENT
+from ikkuna.diagnosis.preflight_checks.dependence import require_no_change
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.training_setup import ObjectiveModel
 from ikkuna.diagnosis.preflight_checks.trial import Trial, directions
@@ -58,6 +59,7 @@ def wrong_gradient(trial: Trial) -> Iterator[Finding]:
             raise CannotJudgeError("an operation of the model has a derivative of its own")
         yield REVERSED_GRADIENT.found(len(wrong), _behind(trial, names[-1]), modules=names, at_most=at_most)
     elif wrong:
+        require_no_change(trial, as_training=True)
         yield WRONG_GRADIENT.found(len(wrong), names[-1], modules=names, at_most=at_most)
 
 

@@ -49,18 +49,26 @@ def _with_other_tail(trial: Trial, tokens: Tensor, axis: int) -> Batch:
 
 def _sequence(trial: Trial) -> tuple[Tensor, int]:
     """Return the sequence of inputs and its axis of time, if the model is to predict the next elements."""
-    batch = trial.batch
-    tokens = batch.inputs.get("input_ids") if isinstance(batch.inputs, dict) else batch.tensors[0]
     if trial.causal is False:
         raise CannotJudgeError("the model is not causal")
-    if not isinstance(tokens, Tensor) or tokens.ndim < 2:
+    sequences = [tensor for tensor in _sequences(trial) if tensor.ndim > 1]
+    if not sequences:
         raise CannotJudgeError("the inputs are no sequences")
-    axis = 1 if trial.causal else _predicted_axis(trial, batch, tokens)
+    axes = [_predicted_axis(trial, trial.batch, tokens) for tokens in sequences]
+    place = next((i for i, axis in enumerate(axes) if axis is not None), 0)
+    tokens, axis = sequences[place], 1 if trial.causal else axes[place]
     if axis is None:
         raise CannotJudgeError("the labels are not the next inputs; pass causal=True if the model is causal")
     if tokens.shape[axis] < 2:
         raise CannotJudgeError("the sequences have fewer than two elements")
     return tokens, axis
+
+
+def _sequences(trial: Trial) -> list[Tensor]:
+    """Return the inputs of which the labels may be the next ones: ``input_ids``, or else each, as those of a decoder."""
+    inputs = trial.batch.inputs
+    tokens = inputs.get("input_ids") if isinstance(inputs, dict) else None
+    return [tokens] if isinstance(tokens, Tensor) else trial.batch.tensors
 
 
 def _predicted_axis(trial: Trial, batch: Batch, tokens: Tensor) -> int | None:
@@ -107,16 +115,20 @@ def label_offset(trial: Trial) -> Iterator[Finding]:
     The labels are found within the inputs at an offset, and the loss may shift outputs and labels once more: a changed label changes
     the gradient of the outputs that are compared with it.
     """
-    batch, tokens, labels = trial.batch, _tokens(trial), trial.batch.labels
-    if tokens.ndim != 2 or tokens.shape[1] < 4:
-        raise CannotJudgeError("the inputs are no sequences of tokens")
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.numel() != tokens.numel():
+    labels = trial.batch.labels
+    tokens = [x for x in _sequences(trial) if x.ndim == 2 and x.shape[1] >= 4 and not x.is_floating_point()]
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
         raise CannotJudgeError("the labels are no sequences of tokens")
-    found = [k for k in _OFFSETS if is_at(labels.view(tokens.shape), tokens, k)]
-    if len(found) != 1:
+    sequences = [x for x in tokens if x.numel() == labels.numel()]
+    if not sequences:
+        raise CannotJudgeError("the inputs are no sequences of tokens with a label each")
+    offsets = [[k for k in _OFFSETS if is_at(labels.view(x.shape), x, k)] for x in sequences]
+    known = [(x, found[0]) for x, found in zip(sequences, offsets, strict=True) if len(found) == 1]
+    if not known:
         raise CannotJudgeError("the labels are not elements of the inputs at one offset")
-    offset = found[0] + (_inner_shift(trial) if batch.loss_inside else _shift_of_loss(trial, tokens))
-    if offset != 1 and not _change_by_later(trial, tokens, 1):
+    sequence, offset = known[-1]  # the inputs of a decoder stand behind those of its encoder
+    offset += _inner_shift(trial) if trial.batch.loss_inside else _shift_of_loss(trial, sequence)
+    if offset != 1 and not _change_by_later(trial, sequence, 1):
         yield LABEL_OFFSET.found(offset)
 
 

@@ -161,7 +161,7 @@ class OneLabelRule(Rule, mistake=ONE_LABEL):
     Threshold: a fact, without a number, for 8 samples in a row with at least 4 labels.
     The rule is silent if no parameter of the network has an axis as long as there are classes: the scores are then not what a layer has
     returned but similarities, as those of a contrastive loss to one positive and many negatives, of which the positive stands first.
-    Cannot see: labels that are wrong in another way (the rule no_learning sees random ones).
+    Cannot see: labels that are wrong in another way (the rule no_learning sees random ones); labels of the batches between samples.
     """
 
     version = 2

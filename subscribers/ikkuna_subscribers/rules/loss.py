@@ -312,11 +312,12 @@ class NoLearningRule(Rule):
     The guess has the frequencies of the labels (their entropy, corrected for the size of the batch after Miller and Madow), at most log C.
     Threshold: 0.95 of the guess, less than 2% better than 10 samples before, after updates that add up to 0.05 of the weights' size,
     for 3 samples in a row.  A value is the median over samples with at least 200 labels together, which are ten steps apart or more;
-    whether the loss has become better is read from all its values between these samples as well.
+    its level, and whether it has become better, are read from all losses between these samples as well.
     The rule is silent if in these samples the movement of the weights has lowered the loss by 2% of the guess or more, although this is
     hidden by the differences between batches, see `LossChangeBoundSubscriber`.
     It is an info if something else than this movement has raised the loss by more than that of a guess: another term competes.
-    Cannot see: tasks that need longer than a hundred steps before anything happens look the same for a while; other losses.
+    Cannot see: tasks that need longer than a hundred steps before anything happens look the same for a while; other losses; labels that
+    are all one, as those of positives that stand before their negatives.
     """
 
     name = "no_learning"
@@ -345,8 +346,8 @@ class NoLearningRule(Rule):
             return
         moved = have_moved(history, history.memory[self.name])
         bias = (classes.last - 1) / (2 * max(count.median(10), 1))
-        most = math.log(classes.last)
-        guess = min(entropy.median(10) + bias, most)
+        most, known = math.log(classes.last), entropy.median(10)
+        guess = min(known + bias, most) if known else 0.0  # a guess of the only label has no loss
         window = max(math.ceil(self.labels / max(count.median(10), 1)), 4)
         chosen = spaced(mean, window + 10)[::-1]
         if len(chosen) < window + 10 or not moved or guess < 0.2:
@@ -359,7 +360,9 @@ class NoLearningRule(Rule):
         bounds = history.curve("loss_change_bound")
         number = 0 if bounds is None else sum(step >= steps[-10] for step in bounds.steps)
         is_lowered = bounds is not None and -sum(bounds.tail(max(number, 10))) > 0.02 * guess
-        falls = now <= 0.98 * before or _has_fallen(history, steps, window)
+        levels = _levels(history, steps, window)
+        falls = now <= 0.98 * before or levels[1] <= 0.98 * levels[0]
+        now = min(now, levels[1] / guess)
         yield Score(
             0.0 if falls or is_lowered else now / self.share,
             now,
@@ -367,17 +370,17 @@ class NoLearningRule(Rule):
         )
 
 
-def _has_fallen(history: History, steps: Sequence[int], window: int) -> bool:
-    """Return whether the losses of all steps in the last of two windows are more than 2% lower, if they are the cross-entropy.
+def _levels(history: History, steps: Sequence[int], window: int) -> tuple[float, float]:
+    """Return the losses of all steps in the first and the last window if they are the cross-entropy; otherwise infinity.
 
     There are several of them for each sample, so that the differences between batches hide a slow fall less.
     """
     loss, mean = history.now("loss"), history.now("output_cross_entropy")
     if loss is None or mean is None or not math.isclose(loss.last, mean.last, rel_tol=0.01):
-        return False
+        return -math.inf, math.inf
     values = list(zip(loss.steps, loss.values, strict=True))
-    now = middle([value for step, value in values if step >= steps[-window]])
-    return now <= 0.98 * middle([value for step, value in values if steps[0] <= step <= steps[window - 1]])
+    first = middle([value for step, value in values if steps[0] <= step <= steps[window - 1]])
+    return first, middle([value for step, value in values if step >= steps[-window]])
 
 
 class OverfitRule(Rule):
