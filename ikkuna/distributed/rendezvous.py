@@ -252,3 +252,22 @@ def _publish(store: Any, key: str, find: Callable[[], Any]) -> Any:
         raise
     store.set(key, json.dumps({"value": value}))
     return value
+
+
+def on_all_ranks(world: World, name: str, value: bool) -> bool:
+    """Return whether `value` is true on every rank; a rank that does not call this within `PATIENCE` counts as false.
+
+    The n-th calls of all ranks with one name belong together.
+
+    Examples
+    --------
+    >>> on_all_ranks(World.here(), "answer", True)
+    True
+    """
+    if world.size == 1:
+        return value
+    _calls[name] += 1
+    store = _torch.PrefixStore(f"ikkuna/all ranks/{name}/{_calls[name]}", world.store)
+    store.set(str(world.rank), json.dumps(value))
+    keys = [str(rank) for rank in range(world.size)]
+    return poll(lambda: store.check(keys), PATIENCE) and all(map(json.loads, store.multi_get(keys)))

@@ -19,7 +19,7 @@ from ikkuna.metrics.live_rules import RuleSelection, register_rules
 from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.observation import checkpoint
 from ikkuna.observation.hooks.first_steps import FirstSteps
-from ikkuna.observation.model.roots import Root, Roots
+from ikkuna.observation.model.roots import Root, Roots, parted
 from ikkuna.observation.model.watched_model import observable_loss
 from ikkuna.observation.session import WorkerExporter
 from ikkuna.store.run_directory import RunSettings
@@ -148,9 +148,9 @@ class Exporter:
             If the module is scripted, if the filter matches nothing, or if a name is taken.
         """
         self._attachment.require_open()
-        root = Root.of(module, recursive)
-        self._attachment.make_room(root)
-        self._session.add(root)
+        for root in parted(Root.of(module, recursive)):
+            self._attachment.make_room(root)
+            self._session.add(root)
         checkpoint.check_stored_model(self._session)
 
     def __call__(self, module: M, recursive: bool = True) -> M:

@@ -105,6 +105,7 @@ class RuleSubscriber(Subscriber):
         self._on_finding = on_finding
         self._told: dict[tuple[str, str | None], str] = {}
         self._stopping = SEVERITIES[SEVERITIES.index(stop) :] if stop else ()
+        self.stops = bool(stop)
         self._facts = facts = facts or Subscription("batch_finished", subsample=10)
         # training stops at the end of the judged step
         self.needs_steps = facts.sampled(subsample=loss_every) if stop else facts

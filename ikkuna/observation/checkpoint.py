@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ikkuna.distributed.dtensor import is_run_together
-from ikkuna.distributed.rendezvous import World, from_first_rank
+from ikkuna.distributed.rendezvous import World, from_first_rank, on_all_ranks
 from ikkuna.errors import ConfigError, LogDirError
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.observation.session import Session
@@ -16,7 +16,7 @@ from ikkuna.support.modules import difference, signature
 
 _PATIENCE = 2.0  # seconds
 _COUNTERS = ("global_step", "train_step", "epoch")
-_OTHERS = ("model", "rank", "run", "subscribers")
+_OTHERS = ("model", "rank", "run", "subscribers")  # earlier states have the rank
 
 
 def state_of(session: Session) -> dict[str, Any]:
@@ -24,6 +24,8 @@ def state_of(session: Session) -> dict[str, Any]:
 
     The values of finished steps are delivered before, for at most 2 seconds if they come from other ranks or a device,
     and written to the operating system, for at most 2 seconds if the disk is slow.
+    What ranks or steps can lack is in a tuple, or on one rank alone: ``torch.distributed.checkpoint`` stores a tuple as a whole, of
+    equal names only what one of the ranks has, and loads the names that the state of a new exporter has.
     """
     bus = session.bus
     store_finished(bus)
@@ -31,9 +33,8 @@ def state_of(session: Session) -> dict[str, Any]:
     return {
         **session.context.tracker.counters.state_dict(),
         "model": None if model is None else signature(model),
-        "rank": World.here().rank,
-        "run": _run_state(bus),
-        "subscribers": bus.subscriber_states(),
+        **({"run": _run_state(bus)} if World.here().rank == 0 else {}),
+        "subscribers": tuple({"part": _part(session), **each} for each in bus.subscriber_states()),
     }
 
 
@@ -50,12 +51,17 @@ def store_finished(bus: MessageBus) -> None:
         bus.run.settle(_PATIENCE)
 
 
-def _run_state(bus: MessageBus) -> dict[str, str] | None:
-    run = bus.run
-    if run is None:
-        continued = bus.continued
-        return None if continued is None else {"id": continued.identity, "directory": str(continued.directory)}
-    return {"id": run.identity, "directory": str(run.directory or "")}
+def _run_state(bus: MessageBus) -> dict[str, str]:
+    run, continued = bus.run, bus.continued
+    if run is not None:
+        return {"id": run.identity, "directory": str(run.directory or "")}
+    return {"id": continued.identity if continued else "", "directory": str(continued.directory) if continued else ""}
+
+
+def _part(session: Session) -> tuple[int, int]:
+    """Return rank and number of ranks, which decide what this rank holds of the parameters; ``(0, 1)`` if it is all."""
+    world = World.here()
+    return (world.rank, world.size) if any(map(is_run_together, session.context.model.callable)) else (0, 1)
 
 
 def load_state(session: Session, state: Any) -> None:
@@ -147,13 +153,14 @@ def _latest(bus: MessageBus) -> dict[str, Any]:
 
 
 def _load_subscribers(session: Session, state: dict[str, Any]) -> None:
-    states = state.get("subscribers") or []
-    rank = World.here().rank
-    if states and state.get("rank", rank) != rank and any(map(is_run_together, session.context.model.callable)):
+    states, own = state.get("subscribers") or (), _part(session)
+    fits = not session.context.model.callable or all(each.get("part", own) == own for each in states)
+    if own[1] > 1:
+        fits = on_all_ranks(World.here(), "state of subscribers", fits)
+    if fits:
+        session.bus.load_subscriber_states(states)
+    elif World.here().rank == 0:
         log.warning(
-            "the state is that of rank %d, whose parts of the parameters are others than those of rank %d; "
-            "subscribers begin without it. Save the state of every rank.",
-            *(state["rank"], rank),
+            "the states hold other parts of the parameters than the ranks do, and subscribers begin without them; "
+            "save the state of every rank, and load each on its rank of as many ranks"
         )
-        return
-    session.bus.load_subscriber_states(states)

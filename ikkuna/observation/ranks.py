@@ -16,7 +16,7 @@ from ikkuna.distributed.rendezvous import World
 from ikkuna.distributed.replicas import FlatUnits, ParameterKey, Replicas
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.messages.kinds import PARAMETER_KINDS, STATE_PREFIXES
-from ikkuna.metrics.messages.stamp import Stamp
+from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.numerics.statistics.table import Values, empty_rows
 from ikkuna.observation.model.parameters import TrackedParameters
@@ -342,7 +342,9 @@ class Exchange:
             self.gather = Gather(group, world.size)
 
     def must_wait(self, stamp: Stamp | None) -> bool:
-        """Return whether to wait for delivery now, because a subscriber calls the model, which may communicate with other ranks.
+        """Return whether to wait for delivery now, because a subscriber calls the model, or may stop the training.
+
+        All ranks must do so at the end of the same step, because the model and the training communicate with other ranks.
 
         Parameters
         ----------
@@ -351,6 +353,8 @@ class Exchange:
         """
         if self.gather is None:
             return False
+        if stamp is not None and stamp.pass_name == TRAINING and any(s.subscriber.stops for s in self._bus.registered):
+            return True
         calling = (s for s in self._bus.registered if s.subscriber.needs_model and not s.disabled)
         if stamp is None:
             return any("epoch_finished" in s.kinds for s in calling)

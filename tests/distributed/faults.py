@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import ikkuna
 from ikkuna.distributed import rendezvous
 from ikkuna.distributed.rendezvous import World
-from ikkuna.errors import LogDirError
+from ikkuna.errors import LogDirError, StopTraining
 from ikkuna.export import subscriber as installed
 from ikkuna.export.subscriber import CallbackSubscriber, Subscriber
 from ikkuna.observation import ranks
@@ -48,6 +49,26 @@ def train(subscribers, before=lambda step: None, model=None, count=STEPS, before
 
 def patient(seconds):
     rendezvous.agree.__defaults__ = (seconds,)
+
+
+def stopped(rank, size):
+    """Rank 1 sees values only where it waits for them; return the rule that stops the training, and the number of steps."""
+    model, loss, poll = (
+        nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)),
+        nn.CrossEntropyLoss(),
+        ranks.Exchange.poll,
+    )
+    nn.init.constant_(model[0].bias, -100.0)
+    if rank == 1:
+        ranks.Exchange.poll = lambda *arguments: len(arguments) == 4 and poll(*arguments)
+    monitor = ikkuna.watch(model, loss, rules=["dead_units"], stop="error", every=1, backend="null", recorder=False)
+    try:
+        loops.steps(model, loss, loops.sgd(model), *data(40))
+    except StopTraining as stop:
+        return stop.finding.rule, monitor.health().steps
+    finally:
+        ranks.Exchange.poll = poll
+        monitor.close()
 
 
 def attached_on_one_rank(rank, size):

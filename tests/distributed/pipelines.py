@@ -125,24 +125,31 @@ def one_forward_one_backward(rank, size):
     return _both(lambda stages, n, loss: Schedule1F1B(stages[0], n, loss_fn=loss), HALVES, rank, size)
 
 
+@contextlib.contextmanager
+def _watch_rules(models, loss):
+    """The rules choose modules of the stages by name; the values are those of a metric of all modules and of the loss."""
+    published, losses = {}, [] if loss is None else [loss]
+    model = models[0] if len(models) == 1 else nn.ModuleDict({str(i): each for i, each in enumerate(models)})
+    monitor = ikkuna.watch(model, *losses, every=1, backend="null", on_error="raise")
+
+    def note(message):
+        published[message.kind, message.series_name, message.global_step] = message.data
+
+    with monitor:
+        monitor.message_bus.register_subscriber(CallbackSubscriber(["weights_norm2", "gradients_global_norm"], note))
+        yield monitor, published
+
+
 def watched(rank, size):
-    """The rules choose modules of the stage by name; the values are those of a metric of all modules and of the loss."""
+    return _trained(lambda stages, n, loss: Schedule1F1B(stages[0], n, loss_fn=loss), HALVES, rank, size, _watch_rules)[
+        0
+    ]
 
-    @contextlib.contextmanager
-    def watch(models, loss):
-        published, losses = {}, [] if loss is None else [loss]
-        monitor = ikkuna.watch(models[0], *losses, every=1, backend="null", on_error="raise")
 
-        def note(message):
-            published[message.kind, message.series_name, message.global_step] = message.data
-
-        with monitor:
-            monitor.message_bus.register_subscriber(
-                CallbackSubscriber(["weights_norm2", "gradients_global_norm"], note)
-            )
-            yield monitor, published
-
-    return _trained(lambda stages, n, loss: Schedule1F1B(stages[0], n, loss_fn=loss), HALVES, rank, size, watch)[0]
+def watched_interleaved(rank, size):
+    """Each rank passes its stages as one ``ModuleDict``."""
+    made = ScheduleInterleaved1F1B
+    return _trained(lambda stages, n, loss: made(stages, n, loss_fn=loss), QUARTERS, rank, size, _watch_rules)[0]
 
 
 def interleaved(rank, size):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoints
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -165,6 +166,44 @@ def files(rank, size):
     if rank == 0:
         shutil.rmtree(directory)
     return found, tags
+
+
+def _resumed(make, rank, size):
+    """Train in one go, and in halves with a checkpoint of torch between; return the distances of both, and the names of runs."""
+    agreed = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(agreed)
+    directory = Path(agreed[0])
+    inputs, labels = local(*data(6), rank, size)
+    found = {}
+    for part, does, log_dir in (
+        (slice(6), None, "whole"),
+        (slice(3), checkpoints.save, "halves"),
+        (slice(3, 6), checkpoints.load, "halves"),
+    ):
+        model, loss = make(), nn.CrossEntropyLoss()
+        made, options = [installed.DistanceFromInitSubscriber(backend="jsonl")], {"log_dir": directory / log_dir}
+        with loops.watching(model, loss, made, resume="auto", **options) as (exporter, published):
+            state = {"model": model, "monitor": exporter}
+            if does is checkpoints.load:
+                does(state, checkpoint_id=directory / "checkpoint")
+            loops.steps(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), inputs[part], labels[part])
+            if does is checkpoints.save:
+                does(state, checkpoint_id=directory / "checkpoint")
+        dist.barrier()
+        found.setdefault(log_dir, {}).update(published)
+    names = sorted(path.name for path in (directory / "halves").glob("run*"))
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(directory)
+    return found["whole"], found["halves"], names
+
+
+def stored_by_torch(rank, size):
+    return _resumed(lambda: DistributedDataParallel(network()), rank, size)
+
+
+def shards_stored_by_torch(rank, size):
+    return _resumed(lambda: fully_shard(network()), rank, size)
 
 
 def pipeline(rank, size):

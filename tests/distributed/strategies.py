@@ -7,11 +7,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import ikkuna
+from ikkuna.export import subscriber as installed
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS, MICRO_KINDS, PARAMETER_KINDS
 from tests.distributed import loops
 from tests.distributed.loops import data, local, network, published_of
@@ -36,6 +38,20 @@ def ddp_uneven(rank, size):
         else slice(1 + 3 * (rank - 1), 4 + 3 * (rank - 1))
     )
     return published_of(DistributedDataParallel(network()), inputs[:, part], labels[:, part])
+
+
+def sharded_optimizer(rank, size):
+    """Each rank has the state of its own part of the parameters."""
+
+    def optimizer(model):
+        options = {"lr": 0.1, "momentum": 0.9}
+        if size == 1:
+            return torch.optim.SGD(model.parameters(), **options)
+        return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, **options)
+
+    made = [installed.OptimizerStateSubscriber("momentum_buffer", backend="null")]
+    model = network() if size == 1 else DistributedDataParallel(network())
+    return published_of(model, *local(*data(), rank, size), made, optimizer)
 
 
 def sharded(mesh=None, **options):

@@ -25,6 +25,7 @@ NAMES = (
         "resumed_without_a_state",
         "nothing_to_resume",
         "group_destroyed",
+        "stopped",
     ),
 )
 
@@ -94,6 +95,13 @@ def test_if_rank_0_has_no_run_to_continue_all_ranks_raise(two):
     first, second = (outcome["nothing_to_resume"] for outcome in two)
     assert "has no run; resume='auto' begins a new run then" in first
     assert second == f"rank 0: {first}"
+
+
+def test_training_stops_at_the_end_of_the_same_step_on_all_ranks(two):
+    first, second = (outcome["stopped"] for outcome in two)
+    assert first == second
+    assert first[0] == "dead_units"
+    assert 0 < first[1] < 40
 
 
 @pytest.mark.parametrize("scenario", ["late", "late_while_modules_are_read"])

@@ -8,7 +8,7 @@ from tests.distributed.launch import launch
 from tests.distributed.test_strategies import differences
 
 SCHEDULES = ("gpipe", "one_forward_one_backward", "interleaved")
-NAMES = (*SCHEDULES, "watched", "equal_names", "whole_model")
+NAMES = (*SCHEDULES, "watched", "watched_interleaved", "equal_names", "whole_model")
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,14 @@ def test_stages_whose_rules_choose_their_own_modules_share_their_values(two, one
     for outcome in two:
         assert not differences(outcome["watched"], expected)
         assert not any("different measurements" in line for line in outcome.logs["watched"])
+
+
+def test_several_stages_of_a_rank_are_watched_as_one_module_dict(two, one):
+    expected = {key: value for key, value in one.items() if key[0] in ("weights_norm2", "gradients_global_norm")}
+    for outcome in two:
+        found = {(kind, name and name[2:], step): v for (kind, name, step), v in outcome["watched_interleaved"].items()}
+        assert not differences(found, expected)
+        assert not outcome.logs["watched_interleaved"]
 
 
 @pytest.mark.fault(216)

@@ -31,6 +31,7 @@ NAMES = (
         "scaled_and_checkpointed",
         "compiled",
     ),
+    *("stored_by_torch", "shards_stored_by_torch"),
     *("noise_of_ranks", "found_loss", "ranks_that_part", "ranks_that_agree", "ranks_with_shards", "recorded_ranks"),
 )
 
@@ -190,6 +191,30 @@ def test_exporters_share_a_bus_and_follow_each_other(two):
         for name in ("a", "b"):
             mine = {(kind, module[2:], step): v for (kind, module, step), v in both.items() if module[0] == name}
             assert not differences(mine, expected)
+
+
+def test_a_run_continues_from_a_checkpoint_of_torch(two):
+    """Torch keeps of equal names what one of the ranks has, and loads the names that a new exporter has."""
+    for outcome in two:
+        whole, halves, names = outcome["stored_by_torch"]
+        assert len(whole) == 2 * 6 * 5
+        assert halves == whole
+        assert names == ["run0001"]
+        assert not outcome.logs["stored_by_torch"]
+
+
+def test_ranks_begin_anew_without_the_states_of_all_their_shards(two):
+    """Torch has kept the state of one rank, and no rank measures its part of a distance from another step than the others."""
+    for outcome in two:
+        whole, halves, names = outcome["shards_stored_by_torch"]
+        assert names == ["run0001"]
+        assert {key: value for key, value in halves.items() if key[2] < 3} == {
+            key: value for key, value in whole.items() if key[2] < 3
+        }
+        assert not any(value for key, value in halves.items() if key[2] == 3 and key[0] == "weights_distance_from_init")
+    logged = [outcome.logs["shards_stored_by_torch"] for outcome in two]
+    assert [len(lines) for lines in logged] == [1, 0]
+    assert "the states hold other parts of the parameters than the ranks do" in logged[0][0]
 
 
 def test_a_gradient_scaler_and_a_checkpoint_change_nothing(two):

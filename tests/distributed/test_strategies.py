@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS
-from tests.distributed import loops
+from tests.distributed import loops, strategies
 from tests.distributed.launch import launch
 
 SAME_AS_ONE = ("ddp", "fsdp", "fsdp_after", "fsdp1", "tp", "tp_sequence")
@@ -19,6 +19,7 @@ ALSO = (
     *SHARDED_WHILE_WATCHED,
     "ddp_uneven",
     "ddp_positions",
+    "sharded_optimizer",
     "fsdp_mixed",
     "ddp_no_sync",
     "fsdp_accumulated",
@@ -71,6 +72,13 @@ def test_two_ranks_publish_what_one_process_does(two, one, strategy):
     for outcome in two:
         assert not differences(outcome[strategy], one)
         assert not outcome.logs[strategy]
+
+
+def test_each_rank_measures_its_part_of_a_sharded_optimizer(two):
+    expected = strategies.sharded_optimizer(0, 1)
+    assert len(expected) == 3 * 2 * 5
+    for outcome in two:
+        assert not differences(outcome["sharded_optimizer"], expected)
 
 
 @pytest.mark.fault(202)

@@ -179,6 +179,22 @@ def test_a_state_that_fails_is_left_out_and_logged(caplog):
     assert "Failing(weights).state_dict() failed" in caplog.text
 
 
+def test_a_state_of_shards_is_left_out_where_a_process_has_all_parts(caplog):
+    """A shard may have the shape that another part of the tensor has now."""
+    training = Training(lambda training: [DistanceFromInitSubscriber(backend="null")])
+    training.train(1)
+    state = training.exporter.state_dict()
+    training.exporter.close()
+    for each in state["subscribers"]:
+        each["part"] = 0, 2
+    again = Training(lambda training: [DistanceFromInitSubscriber(backend="null")])
+    again.exporter.load_state_dict(state)
+    [registered] = again.exporter.message_bus.registered
+    assert not registered.subscriber._first._tensors
+    assert "the states hold other parts of the parameters than the ranks do" in caplog.text
+    again.exporter.close()
+
+
 def test_a_state_that_does_not_fit_is_refused():
     training = Training(lambda training: [Keeping(backend="null")])
     state = training.exporter.state_dict()

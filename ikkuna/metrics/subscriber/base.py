@@ -117,6 +117,8 @@ class Subscriber(metaclass=_RegisteringType):
         Whether it runs the model over its own data.
         From registration on, ``self.evaluate`` is then the exporter's, and `modules` are the modules themselves.
         On several ranks delivery waits for the others at the steps that it samples.
+    stops : bool
+        Whether it may raise `ikkuna.errors.StopTraining`.  On several ranks delivery then waits for the others at the end of each step.
     reads_model : bool
         Whether ``measure`` reads `modules` or `optimizers`, but the model is not run: no rank waits for another.
     of_network : bool
@@ -165,6 +167,7 @@ class Subscriber(metaclass=_RegisteringType):
     derived: bool = False
     sees_skipped: bool = False
     needs_model: bool = False
+    stops: bool = False
     reads_model: bool = False
     of_network: bool = False
     needs_steps: Subscription | None = None

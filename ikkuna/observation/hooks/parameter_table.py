@@ -452,8 +452,10 @@ class ParameterTable:
         wanted: dict[bool, list[tuple[str, str]]] = {False: [], True: []}
         for kind in self.context.recorder.plan.states:
             wanted[kind.startswith("bias")].append((kind, kind.split("_state_", 1)[1]))
+        inner = getattr(optimizer, "optim", None)  # of a ``ZeroRedundancyOptimizer``, for this rank's part
+        kept = inner.state if isinstance(inner, Optimizer) else {}
         for named in parameters if any(wanted.values()) else ():
-            state = optimizer.state.get(named.parameter, {})
+            state = optimizer.state.get(named.parameter) or kept.get(named.parameter, {})
             for kind, field in wanted[named.is_bias] if state else ():
                 if isinstance(value := state.get(field), Tensor):
                     self.context.recorder.receive(self.context.sites(kind, named.module), value, named.path)

@@ -179,6 +179,16 @@ def stage_within(root: nn.Module) -> nn.Module | None:
     return next((module for module in stages if id(module) in inside), None)
 
 
+def parted(root: Root) -> tuple[Root, ...]:
+    """Return the stages of a pipeline as roots of their own if `root` is a ``ModuleDict`` or ``ModuleList`` of stages alone."""
+    parts = dict(root.module.named_children()) if isinstance(root.module, nn.ModuleDict | nn.ModuleList) else {}
+    stages = {id(module) for _, module in _stages()} if parts else set()
+    if not parts or not stages.issuperset(id(unwrap(part)) for part in parts.values()):
+        return (root,)
+    prefix = "" if root.name is None else f"{root.name}."
+    return tuple(Root(unwrap(part), prefix + name, root.recursive) for name, part in parts.items())
+
+
 def _stages() -> Iterator[tuple[Any, nn.Module]]:
     module = sys.modules.get("torch.distributed.pipelining.stage")
     base = getattr(module, "_PipelineStageBase", None)
