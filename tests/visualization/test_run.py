@@ -22,6 +22,7 @@ from ikkuna.backends.mpl import MPLBackend
 from ikkuna.backends.run import Run
 from ikkuna.backends.tensorboard import TensorBoardBackend
 from ikkuna.numerics.statistics import Histogram
+from ikkuna.reading import StoredRun
 from ikkuna.store.event_records import event_library
 from ikkuna.store.json_lines import read
 from ikkuna.store.names import Series
@@ -656,3 +657,14 @@ def test_a_backend_cannot_take_back_values_that_were_lost(reported, counted):
     backend, run = Lying(), Run()
     run.show(Series("loss"), 0.5, 0, [backend])
     assert run.dropped == counted
+
+
+def test_a_module_whose_tag_was_cut_has_its_whole_name(tmp_path):
+    name = "block." * 50 + "0"
+    run = Run(tmp_path)
+    for kind, backends in (("norm", ["tb", "jsonl"]), ("mean", ["tb"])):
+        run.show(Series(kind, name), 0.5, 3, backends)
+    run.close()
+    found = StoredRun(run.directory)
+    assert found.names("norm") == found.names("mean") == (name,)
+    assert found.series("norm", name).steps.tolist() == [3]
