@@ -444,16 +444,17 @@ def _add_lines(contents: RunContents, files: Sequence[LineFile]) -> None:
         contents.waiting += file.waiting
         series = [Series(*head) for head in file.heads]
         numbers = [-1 if each in known else contents.number_of(each) for each in series]
-        resumed = dict(file.restarts)
+        resumed = file.restarts[::-1]
         for place, (i, step, value, time) in enumerate(
             zip(file.series, file.steps, file.values, file.times, strict=True)
         ):
-            if place in resumed:
-                restarts.append((len(columns), resumed[place]))
+            while resumed and resumed[-1][0] == place:
+                restarts.append((len(columns), resumed.pop()[1]))
             if numbers[i] >= 0:
                 if is_restart(series[i].pass_name, numbers[i], step):
                     restarts.append((len(columns), step))
                 columns.append((numbers[i], step, value, time))
+        restarts += [(len(columns), step) for _, step in reversed(resumed)]
         _add_line_others(contents, file)
     if columns:
         numbers_, steps, values, times = zip(*columns, strict=True)
@@ -486,10 +487,15 @@ def _restart_finder() -> Callable[[str, int, int], bool]:
 def _add_line_others(contents: RunContents, file: LineFile) -> None:
     for entry in file.others:
         try:
-            if "text" in entry:
+            if isinstance(resumed := entry.get("resumed"), int):
+                contents.matrices = [each for each in contents.matrices if each["step"] < resumed]
+                for series, found in contents.stored.items():
+                    kept = (each for each in found if isinstance(each, StoredValue) or each.step < resumed)
+                    contents.stored[series] = list(kept)
+            elif "text" in entry:
                 contents.texts[str(entry["title"])] = str(entry["text"])
             elif "matrix" in entry:
-                contents.matrices.append(entry)
+                contents.matrices.append({**entry, "step": int(entry["step"])})
             elif "histogram" in entry:
                 fields = dict(entry["histogram"])
                 for name in LISTS:
