@@ -93,7 +93,7 @@ class RunServer(ThreadingHTTPServer):
         if not self.directory.is_dir():
             raise ConfigError(f"'{self.directory}' is not a directory")
         self.token = secrets.token_urlsafe(24)
-        self._runs: dict[str, _LiveRun] = {}
+        self._runs: dict[Path, _LiveRun] = {}
         self._lock = threading.Lock()
         super().__init__(("127.0.0.1", port), _Handler)
 
@@ -126,10 +126,20 @@ class RunServer(ThreadingHTTPServer):
         paths = self.paths()
         if name not in paths:
             raise ConfigError(f"there is no run {name!r}")
+        return self.live_run(paths[name])
+
+    def live_run(self, path: Path) -> _LiveRun:
+        """Return the run of a path of `paths`.
+
+        Raises
+        ------
+        ConfigError
+            If it has no value.
+        """
         with self._lock:
-            if name not in self._runs:
-                self._runs[name] = _LiveRun(paths[name])
-            return self._runs[name]
+            if path not in self._runs:
+                self._runs[path] = _LiveRun(path)
+            return self._runs[path]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -289,7 +299,7 @@ def _row(name: str, server: RunServer, path: Path) -> dict[str, Any]:
     row = {"name": name, "created": getattr(stored, "created", "")[:19].replace("T", " ")}
     empty = {"last_step": "", "loss": "", "curve": "", "findings": ""}
     try:
-        live = server.run(name)
+        live = server.live_run(path)
     except ConfigError:  # it has no value yet
         return {**row, **empty}
     with live.lock:

@@ -251,7 +251,7 @@ def _listed(runs: list[Path]) -> str:
 def find_runs(directory: Path) -> list[Path]:
     """Return the directories of runs below a log directory: named ones, then the others in the order of their numbers."""
     children = [child for child in directory.iterdir() if child.is_dir()]
-    numbered = [child for child in children if _RUN.fullmatch(child.name)]
+    numbered = {child for child in children if _RUN.fullmatch(child.name)}
     named = [child for child in children if child not in numbered and (child / RUN_FILE).is_file()]
     return sorted(named) + sorted(numbered, key=lambda child: (int(child.name[3:]), child.name))
 
