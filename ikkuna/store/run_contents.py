@@ -15,7 +15,7 @@ from ikkuna.errors import ConfigError
 from ikkuna.store.event_reader import KIND_HISTOGRAM, KIND_TENSOR, EventColumns, EventFile, new_scanner
 from ikkuna.store.json_lines import LineFile, read_lines, replaced_ends
 from ikkuna.store.names import Series, decode, series_of_tag, series_tag
-from ikkuna.store.run_directory import RUN_FILE
+from ikkuna.store.run_directory import RUN_FILE, read_run_file
 from ikkuna.store.stored_value import (
     ReadHistogram,
     StoredHistogram,
@@ -331,7 +331,7 @@ class RunFilesReader:
             file = self._files.setdefault(path, EventFile(path, self._is_native))
             columns.append((path, file.update()))
             contents.waiting += file.waiting
-        contents.modules = _modules(columns)
+        contents.modules = _modules(columns) or getattr(read_run_file(self._path), "modules", ())
         lines = _read_lines(found.lines)
         names = {entry.name for entry in contents.modules}
         names.update(name for file in lines for _, name, _ in file.heads if name is not None)
