@@ -393,7 +393,11 @@ class LightningLoggerBackend(LoggerBackend):
     def log_step(self, values: StepValues) -> None:
         """Log the numbers of a step."""
         if values.config and hasattr(self._logger, "log_hyperparams"):
-            self._logger.log_hyperparams(values.config)
+            try:
+                self._logger.log_hyperparams(values.config)
+            except Exception as error:  # MLflow refuses another text of an object that the trainer has logged
+                raise_users_exception(error)
+                log.warning("%s keeps its hyper-parameters: %s", self.label, error)
         if values.scalars:
             self._logger.log_metrics(dict(values.scalars), step=values.step)
 
