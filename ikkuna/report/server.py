@@ -7,6 +7,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -297,19 +298,15 @@ def _row(name: str, server: RunServer, path: Path) -> dict[str, Any]:
     """Return what the list shows of a run."""
     stored = read_run_file(path)
     row = {"name": name, "created": getattr(stored, "created", "")[:19].replace("T", " ")}
-    empty = {"last_step": "", "loss": "", "curve": "", "findings": ""}
-    try:
+    row |= {"last_step": "", "loss": "", "curve": "", "findings": ""}
+    with suppress(ConfigError, OSError):  # it has no value yet, or its files are gone
         live = server.live_run(path)
-    except ConfigError:  # it has no value yet
-        return {**row, **empty}
-    with live.lock:
-        content = live.refresh()
-        run = content.run
-        row |= {
-            "last_step": f"{run.last_step:,}",
-            "findings": ", ".join(f"{f.severity}: {f.rule}" for f in content.findings),
-        }
-        if None not in run.names("loss"):
-            return {**empty, **row}
-        values = run.series("loss").values
-        return {**row, "loss": f"{values[-1]:.4g}", "curve": svg_sparkline(values)}
+        with live.lock:
+            content = live.refresh()
+            run = content.run
+            row["last_step"] = f"{run.last_step:,}"
+            row["findings"] = ", ".join(f"{f.severity}: {f.rule}" for f in content.findings)
+            if None in run.names("loss"):
+                values = run.series("loss").values
+                row |= {"loss": f"{values[-1]:.4g}", "curve": svg_sparkline(values)}
+    return row

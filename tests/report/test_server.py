@@ -161,6 +161,18 @@ def test_the_directory_is_read_once_for_the_list(server, tmp_path, monkeypatch):
     assert len(calls) == 1
 
 
+def test_a_run_whose_files_are_deleted_hides_no_other_one(server, writer, tmp_path):
+    other = Writer(tmp_path / "runs" / "run0003")
+    other.step(0, 4.5)
+    other.backend.close()
+    assert "4.5" in ask(server, "/")[1]
+    for file in writer.directory.glob("*tfevents*"):
+        file.unlink()
+    status, text, _ = ask(server, "/")
+    assert status == 200
+    assert "4.5" in text
+
+
 def test_a_run_that_is_being_written_is_followed(server, writer):
     page = ask(server, "/run?name=run0001")[1]
     assert 'data-follow="state?name=run0001"' in page
