@@ -309,6 +309,20 @@ def test_a_logger_of_lightning_that_refuses_hyper_parameters_gets_the_numbers(tm
     assert "Mock keeps its hyper-parameters: it has another value" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("name", "tag"), [("MLFlowLogger", "Network/loss objective"), ("CometLogger", "loss/objective")]
+)
+def test_only_the_logger_of_mlflow_gets_other_names(name, tag):
+    """Its store in files cannot have ``loss``, which the script logs, beside a metric in ``loss/``."""
+    shown = []
+    logger = type(name, (), {"log_metrics": lambda self, metrics, step: shown.append((metrics, step))})()
+    backend = LightningLoggerBackend(logger)
+    backend.add_scalar(Series("loss", "objective"), 0.5, 3)
+    backend.commit(3)
+    assert backend.close(30)
+    assert shown == [({tag: 0.5}, 3)]
+
+
 @pytest.mark.parametrize("backend", [3, NormSubscriber, None])
 def test_what_is_no_backend_is_refused(backend):
     with pytest.raises(ConfigError, match="backend needs a name, a Backend, a logger or a function, got"):
