@@ -37,6 +37,9 @@ class WandbBackend(RemoteBackend):
         ``"online"`` or ``"offline"``; by default the environment variable ``WANDB_MODE``, or ``"online"`` with a login.
     init : dict, optional
         Further arguments of ``wandb.init``.
+    has_own_rows : bool
+        Whether each step begins a new row of an active run; for scripts that log without a ``step=``, as the ``Trainer`` of
+        transformers does.
     **options : Any
         See `LoggerBackend`.
 
@@ -53,6 +56,7 @@ class WandbBackend(RemoteBackend):
         project: str = "ikkuna",
         mode: str | None = None,
         init: dict[str, Any] | None = None,
+        has_own_rows: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -64,6 +68,7 @@ class WandbBackend(RemoteBackend):
         self._init = init or {}
         self._defined: set[str] = set()
         self._alerts = 0
+        self._has_own_rows = has_own_rows
         self._first_row = _next_row(run or self._wandb.run)
         self._row = -1
 
@@ -137,7 +142,7 @@ class WandbBackend(RemoteBackend):
             run.define_metric(tag, step_metric=_STEP)
             self._defined.add(tag)
         run.define_metric(_STEP, hidden=True)  # raises if the run has ended, where its `step` waits for half a minute
-        if run.settings.mode == "shared":
+        if self._has_own_rows or run.settings.mode == "shared":
             run.log({**data, _STEP: values.step})
             return
         reached = _next_row(run)

@@ -151,3 +151,21 @@ def test_values_behind_the_rows_of_the_script_take_the_place_of_each_other(tmp_p
     rows = [{key: row.get(key) for key in ("_step", "own", "Network/loss")} for row in history(tmp_path)]
     assert rows == [{"_step": 9, "own": 1, "Network/loss": 3.5}, {"_step": 10, "own": 2, "Network/loss": None}]
     assert backend.dropped == 1
+
+
+def test_rows_of_their_own_replace_no_values_of_each_other(tmp_path):
+    """The script logs as often, without a step, and is ahead."""
+    run = wandb.init(mode="offline", dir=str(tmp_path), settings=wandb.Settings(console="off", silent=True))
+    backend = WandbBackend(run, has_own_rows=True)
+    for step in range(8):
+        run.log({"own": step})
+        backend.add_scalar(Series("loss"), step / 2, step)
+        backend.commit(step)
+        if step % 4 == 3:
+            backend.flush(60)
+    backend.close(60)
+    run.finish()
+    rows = history(tmp_path)
+    assert [row["own"] for row in rows if "own" in row] == list(range(8))
+    assert [row["ikkuna/step"] for row in rows if "Network/loss" in row] == list(range(8))
+    assert backend.dropped == 0
