@@ -368,6 +368,17 @@ class SummaryWriterBackend(LoggerBackend):
             self._writer.flush()
 
 
+def metric_name(tag: str) -> str:
+    """Return a name for a store of MLflow in files, in which a metric ``loss`` of the script excludes one in ``loss/``.
+
+    Examples
+    --------
+    >>> metric_name("learning_rate/group 0"), metric_name("weights_norm2/fc")
+    ('Network/learning_rate group 0', 'weights_norm2/fc')
+    """
+    return f"Network/{tag.replace('/', ' ', 1)}" if tag.startswith(("loss/", "learning_rate/")) else tag
+
+
 class LightningLoggerBackend(LoggerBackend):
     """Passes the numbers of each step to ``log_metrics`` of a logger of Lightning, in one call.
 
@@ -393,9 +404,14 @@ class LightningLoggerBackend(LoggerBackend):
     def log_step(self, values: StepValues) -> None:
         """Log the numbers of a step."""
         if values.config and hasattr(self._logger, "log_hyperparams"):
-            self._logger.log_hyperparams(values.config)
+            try:
+                self._logger.log_hyperparams(values.config)
+            except Exception as error:  # MLflow refuses another text of an object that the trainer has logged
+                raise_users_exception(error)
+                log.warning("%s keeps its hyper-parameters: %s", self.label, error)
         if values.scalars:
-            self._logger.log_metrics(dict(values.scalars), step=values.step)
+            name = metric_name if self.label == "MLFlowLogger" else str
+            self._logger.log_metrics({name(tag): value for tag, value in values.scalars.items()}, step=values.step)
 
     def finish(self) -> None:
         """Save what the logger holds in memory."""

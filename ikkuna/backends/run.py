@@ -229,7 +229,8 @@ class Run:
 
     def _write_run_file(self, directory: Path) -> None:
         config, known = finite(self._settings.config), dict(self._quantities)
-        write_run_file(directory, RunFile(self.identity, config, self._model, quantities=known))
+        content = RunFile(self.identity, config, self._model, quantities=known, modules=tuple(self._modules))
+        write_run_file(directory, content)
 
     def _new_directory(self) -> Path:
         """Return a directory that no other process writes to: that of the continued run, or a new one."""

@@ -110,15 +110,16 @@ def text_heatmap(
     ]
 
 
-def _label(name: str, terminal: Terminal) -> str:
+def _label(name: str, terminal: Terminal, width: int = _LABEL) -> str:
     if not terminal.can_write("…"):
         name = name.replace("…", "~")
     cut = "…" if terminal.can_write("…") else "~"
-    return (name if len(name) <= _LABEL else f"{name[: _LABEL // 2 - 1]}{cut}{name[-_LABEL // 2 :]}").ljust(_LABEL)
+    return (name if len(name) <= width else f"{name[: width // 2 - 1]}{cut}{name[-width // 2 :]}").ljust(width)
 
 
 def _module_kinds(run: StoredRun) -> list[str]:
-    return [kind for kind in run.module_kinds() if len(run.names(kind)) > 1]
+    """Return the kinds of modules, those with a single module last."""
+    return sorted(run.module_kinds(), key=lambda kind: len(run.names(kind)) == 1)
 
 
 def finding_steps(run: StoredRun) -> dict[str, int]:
@@ -218,7 +219,7 @@ def _write_network(run: StoredRun, terminal: Terminal) -> None:
             finite = values[np.isfinite(values)]
             ends = (f"{finite.min():.3g}", f"{finite.max():.3g}") if len(finite) else ("-", "-")
             limits = f"{ends[0]:>11}{ends[1]:>11}" if is_wide else ""
-            text = f"{label[:28]:<28}{values[-1]:>11.4g}{limits}  "
+            text = f"{_label(label, terminal, 28)}{values[-1]:>11.4g}{limits}  "
             if not math.isfinite(values[-1]):
                 text = terminal.styled(text, "red")
             terminal.write(text + text_curve(values, max(terminal.width - (63 if is_wide else 41), 8), terminal))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ikkuna.backends.loggers import RemoteBackend, StepValues, matrix_picture
+from ikkuna.backends.loggers import RemoteBackend, StepValues, matrix_picture, metric_name
 from ikkuna.store.values import LISTS, NUMBERS
 from ikkuna.support.failures import log
 from ikkuna.support.plugins import import_extra
@@ -126,11 +126,12 @@ def _parts(items: Mapping[str, Any], size: int) -> Iterator[list[tuple[str, Any]
 
 
 def _name(tag: str) -> str:
-    """Return a name that MLflow accepts.
+    """Return a name that MLflow accepts beside metrics of the script.
 
     Examples
     --------
     >>> _name("weights_norm2/features.0"), _name("a%5Bb(c)")
     ('weights_norm2/features.0', 'a:5Bb:28c:29')
     """
-    return re.sub(r"[^\w. /-]", lambda found: ":" if found[0] == "%" else f":{ord(found[0]):02X}", tag)
+    accepted = re.sub(r"[^\w. /-]", lambda found: ":" if found[0] == "%" else f":{ord(found[0]):02X}", tag)
+    return metric_name(accepted)

@@ -51,7 +51,7 @@ class IkkunaCallback(_transformers.TrainerCallback):  # type: ignore[misc]  # th
         defaults = {"config": args.to_sanitized_dict()}
         if args.run_name and args.run_name != args.output_dir:
             defaults["run_name"] = Path(args.run_name).name
-        if backends := [_BACKENDS[name] for name in args.report_to if name in _BACKENDS]:
+        if backends := [_backend(name) for name in args.report_to if name in _BACKENDS]:
             defaults["backend"] = backends
         if state.global_step > 0:
             self._training.load(_stored(args, state))
@@ -97,6 +97,15 @@ class IkkunaCallback(_transformers.TrainerCallback):  # type: ignore[misc]  # th
     def on_train_end(self, args: Any, state: Any, control: Any, **unused: Any) -> None:
         """Close the exporter."""
         self._training.close()
+
+
+def _backend(tracker: str) -> Any:
+    """Return the backend of a tracker in ``report_to``."""
+    if tracker != "wandb":
+        return _BACKENDS[tracker]
+    from ikkuna.integrations.wandb import WandbBackend
+
+    return WandbBackend(has_own_rows=True)
 
 
 def _whole_epochs(state: Any) -> int:

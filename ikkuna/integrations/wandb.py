@@ -21,6 +21,9 @@ class WandbBackend(RemoteBackend):
     Sections are the kinds, because a tag is ``{kind}/{module}``.
     Without a login, values are stored offline in the directory of the run, and the log says how to send them.
     If the user's script has an active run, values are added to it, with the axis ``ikkuna/step``, and it stays open.
+    Weights & Biases ignores what is logged with a ``step=`` behind the last row of a run, so values are in the row of their
+    optimizer step, or in a later one that the script has reached; there the last of several values of a tag remains.
+    Pass a run of its own if the script logs with a ``step=`` that is less than the number of the optimizer step, such as the epoch.
     Otherwise a run is created, with the name of the run's directory, and finished at the end.
     A resumed run continues the same run; Weights & Biases keeps its values of steps that are repeated.
 
@@ -34,6 +37,9 @@ class WandbBackend(RemoteBackend):
         ``"online"`` or ``"offline"``; by default the environment variable ``WANDB_MODE``, or ``"online"`` with a login.
     init : dict, optional
         Further arguments of ``wandb.init``.
+    has_own_rows : bool
+        Whether each step begins a new row of an active run; for scripts that log without a ``step=``, as the ``Trainer`` of
+        transformers does.
     **options : Any
         See `LoggerBackend`.
 
@@ -50,6 +56,7 @@ class WandbBackend(RemoteBackend):
         project: str = "ikkuna",
         mode: str | None = None,
         init: dict[str, Any] | None = None,
+        has_own_rows: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -61,6 +68,9 @@ class WandbBackend(RemoteBackend):
         self._init = init or {}
         self._defined: set[str] = set()
         self._alerts = 0
+        self._has_own_rows = has_own_rows
+        self._first_row = _next_row(run or self._wandb.run)
+        self._row = -1
 
     def start(self) -> None:
         """Use the active run, or create one."""
@@ -131,7 +141,15 @@ class WandbBackend(RemoteBackend):
         for tag in data.keys() - self._defined:
             run.define_metric(tag, step_metric=_STEP)
             self._defined.add(tag)
-        run.log({**data, _STEP: values.step})
+        run.define_metric(_STEP, hidden=True)  # raises if the run has ended, where its `step` waits for half a minute
+        if self._has_own_rows or run.settings.mode == "shared":
+            run.log({**data, _STEP: values.step})
+            return
+        reached = _next_row(run)
+        before, self._row = self._row, max(values.step, reached, min(self._row + 1, self._first_row + values.step))
+        self._dropped += values.count if self._row == before else 0  # it takes the place of the values before
+        where = {"step": self._row} if self._row > reached else {"commit": False}
+        run.log({**data, _STEP: values.step}, **where)
 
     def _alert(self, values: StepValues) -> None:
         """Raise an alert for each warning and error, at most 20 in a run and one of a rule in ten minutes."""
@@ -156,3 +174,8 @@ class WandbBackend(RemoteBackend):
         """Finish the run, unless it is the user's."""
         if self._owns_run:
             self._target.finish()
+
+
+def _next_row(run: Any) -> int:
+    """Return the row that a run writes next; 0 without a run."""
+    return 0 if run is None or run.settings.mode == "shared" else int(run.step)

@@ -59,7 +59,7 @@ class RunDifference:
     partings : list of Parting
         The first difference of each series that differs, in the order of steps; within a step in the order of a training step.
     compared : int
-        The number of compared series.
+        The number of compared series, which have a common step.
     only_first, only_second : list of str
         Names of modules that one run lacks.
     common : int
@@ -119,6 +119,8 @@ def compare_runs(
             repeated = [(each, set(each.names(kind, pass_name))) for each in repeats]
             for name in (name for name in first.names(kind, pass_name) if name in names):
                 pair = first.series(kind, name, pass_name), second.series(kind, name, pass_name)
+                if not np.isin(pair[0].steps, pair[1].steps).any():
+                    continue
                 others = [each.series(kind, name, pass_name) for each, known in repeated if name in known]
                 found.compared += 1
                 label = kind if pass_name == "training" else f"{kind}.{pass_name}"
@@ -178,8 +180,6 @@ def _parting(
     tolerance: float,
 ) -> Parting | None:
     steps, left, right = _aligned(a, b)
-    if not len(steps):
-        return None
     distance = _distance(left, right)
     noise = tolerance * np.maximum(
         np.abs(np.nan_to_num(left, posinf=0, neginf=0)), np.abs(np.nan_to_num(right, posinf=0, neginf=0))

@@ -7,6 +7,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -93,7 +94,7 @@ class RunServer(ThreadingHTTPServer):
         if not self.directory.is_dir():
             raise ConfigError(f"'{self.directory}' is not a directory")
         self.token = secrets.token_urlsafe(24)
-        self._runs: dict[str, _LiveRun] = {}
+        self._runs: dict[Path, _LiveRun] = {}
         self._lock = threading.Lock()
         super().__init__(("127.0.0.1", port), _Handler)
 
@@ -126,10 +127,20 @@ class RunServer(ThreadingHTTPServer):
         paths = self.paths()
         if name not in paths:
             raise ConfigError(f"there is no run {name!r}")
+        return self.live_run(paths[name])
+
+    def live_run(self, path: Path) -> _LiveRun:
+        """Return the run of a path of `paths`.
+
+        Raises
+        ------
+        ConfigError
+            If it has no value.
+        """
         with self._lock:
-            if name not in self._runs:
-                self._runs[name] = _LiveRun(paths[name])
-            return self._runs[name]
+            if path not in self._runs:
+                self._runs[path] = _LiveRun(path)
+            return self._runs[path]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -287,19 +298,15 @@ def _row(name: str, server: RunServer, path: Path) -> dict[str, Any]:
     """Return what the list shows of a run."""
     stored = read_run_file(path)
     row = {"name": name, "created": getattr(stored, "created", "")[:19].replace("T", " ")}
-    empty = {"last_step": "", "loss": "", "curve": "", "findings": ""}
-    try:
-        live = server.run(name)
-    except ConfigError:  # it has no value yet
-        return {**row, **empty}
-    with live.lock:
-        content = live.refresh()
-        run = content.run
-        row |= {
-            "last_step": f"{run.last_step:,}",
-            "findings": ", ".join(f"{f.severity}: {f.rule}" for f in content.findings),
-        }
-        if None not in run.names("loss"):
-            return {**empty, **row}
-        values = run.series("loss").values
-        return {**row, "loss": f"{values[-1]:.4g}", "curve": svg_sparkline(values)}
+    row |= {"last_step": "", "loss": "", "curve": "", "findings": ""}
+    with suppress(ConfigError, OSError):  # it has no value yet, or its files are gone
+        live = server.live_run(path)
+        with live.lock:
+            content = live.refresh()
+            run = content.run
+            row["last_step"] = f"{run.last_step:,}"
+            row["findings"] = ", ".join(f"{f.severity}: {f.rule}" for f in content.findings)
+            if None in run.names("loss"):
+                values = run.series("loss").values
+                row |= {"loss": f"{values[-1]:.4g}", "curve": svg_sparkline(values)}
+    return row

@@ -146,7 +146,7 @@ class LineFile:
     restarts : list of (int, int)
         For each resumed training how many numbers are before it, and the step from which on it replaces them.
     others : list of dict
-        The lines with something else than a number: histograms, matrices and texts.
+        The lines with something else than a number: histograms, matrices, texts, and the beginnings of resumed trainings.
     lost : int
         Number of damaged lines.
     waiting : int
@@ -195,7 +195,7 @@ class LineFile:
         if "value" not in entry:
             if isinstance(step := entry.get("resumed"), int) and _FIRST <= step <= _LAST:
                 self.restarts.append((len(self.series), step))
-            elif "replaces" not in entry:
+            if "replaces" not in entry:
                 self.others.append(entry)
             return
         try:

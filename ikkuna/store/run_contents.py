@@ -3,8 +3,8 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from ikkuna.errors import ConfigError
 from ikkuna.store.event_reader import KIND_HISTOGRAM, KIND_TENSOR, EventColumns, EventFile, new_scanner
 from ikkuna.store.json_lines import LineFile, read_lines, replaced_ends
-from ikkuna.store.names import Series, decode, series_of_tag
-from ikkuna.store.run_directory import RUN_FILE
+from ikkuna.store.names import Series, decode, series_of_tag, series_tag
+from ikkuna.store.run_directory import RUN_FILE, read_run_file
 from ikkuna.store.stored_value import (
     ReadHistogram,
     StoredHistogram,
@@ -251,7 +251,7 @@ def _listed(runs: list[Path]) -> str:
 def find_runs(directory: Path) -> list[Path]:
     """Return the directories of runs below a log directory: named ones, then the others in the order of their numbers."""
     children = [child for child in directory.iterdir() if child.is_dir()]
-    numbered = [child for child in children if _RUN.fullmatch(child.name)]
+    numbered = {child for child in children if _RUN.fullmatch(child.name)}
     named = [child for child in children if child not in numbered and (child / RUN_FILE).is_file()]
     return sorted(named) + sorted(numbered, key=lambda child: (int(child.name[3:]), child.name))
 
@@ -331,8 +331,12 @@ class RunFilesReader:
             file = self._files.setdefault(path, EventFile(path, self._is_native))
             columns.append((path, file.update()))
             contents.waiting += file.waiting
-        _add_events(contents, columns)
-        _add_lines(contents, found.lines)
+        contents.modules = _modules(columns) or getattr(read_run_file(self._path), "modules", ())
+        lines = _read_lines(found.lines)
+        names = {entry.name for entry in contents.modules}
+        names.update(name for file in lines for _, name, _ in file.heads if name is not None)
+        _add_events(contents, columns, names)
+        _add_lines(contents, lines)
         return contents
 
     def close(self) -> None:
@@ -341,23 +345,37 @@ class RunFilesReader:
             file.close()
 
 
-def _series_of(tag: str) -> Series | None:
-    """Return the series of a tag; tags of other programs and shortened tags are series too."""
-    if (series := series_of_tag(tag)) is not None:
-        return series
-    head, _, rest = tag.partition("/")
-    if head in ("Overview", "Dashboard", "Heatmaps", "Matrices", "Text"):
-        return None
-    return Series(head, rest or None)
+def _modules(files: list[tuple[Path, EventColumns]]) -> tuple[ModuleEntry, ...]:
+    """Return the modules of the last table in event files."""
+    found: tuple[ModuleEntry, ...] = ()
+    for path, columns in files:
+        wanted = columns.tags.index(_MODULES) if _MODULES in columns.tags else -1
+        for _, _, _, place, size in columns.others[columns.others[:, 0] == wanted].tolist():
+            found = read_module_table(decode_text(StoredValue(path, 0, 0.0, place, size).read()) or "") or found
+    return found
 
 
-def _add_events(contents: RunContents, files: list[tuple[Path, EventColumns]]) -> None:
-    """Add the values of event files, in their order, as one part."""
+def _series_of(tags: Sequence[str], names: Iterable[str]) -> list[Series | None]:
+    """Return the series of tags, also of other programs; a shortened tag has its whole name if it is among `names`."""
+    whole: dict[str, Series] = {}
+    for head in {tag.partition("/")[0] for tag in tags if "~" in tag}:
+        if (first := series_of_tag(f"{head}/_")) is not None:
+            whole.update((series_tag(each), each) for each in (replace(first, name=name) for name in names))
+    found: list[Series | None] = []
+    for tag in tags:
+        head, _, rest = tag.partition("/")
+        is_own = head in ("Overview", "Dashboard", "Heatmaps", "Matrices", "Text")
+        found.append(series_of_tag(tag) or whole.get(tag) or (None if is_own else Series(head, rest or None)))
+    return found
+
+
+def _add_events(contents: RunContents, files: list[tuple[Path, EventColumns]], names: Iterable[str]) -> None:
+    """Add the values of event files, in their order, as one part; `names` are those of modules."""
     parts: list[ValuePart] = []
     restarts: list[tuple[int, int]] = []
     before = 0
     for path, columns in files:
-        known = [_series_of(tag) for tag in columns.tags]
+        known = _series_of(columns.tags, names)
         is_used = np.diff(columns.bounds) > 0
         numbers = np.array(
             [
@@ -377,7 +395,7 @@ def _add_events(contents: RunContents, files: list[tuple[Path, EventColumns]]) -
 
 
 def _add_others(contents: RunContents, path: Path, columns: EventColumns, known: list[Series | None]) -> ValuePart:
-    """Add histograms, texts and modules; return the scalars that are stored as tensors, as by TensorFlow."""
+    """Add histograms and texts; return the scalars that are stored as tensors, as by TensorFlow."""
     plugins: dict[int, str] = {}
     scalars: list[tuple[int, int, float, float]] = []
     for tag, event, kind, place, size in columns.others.tolist():
@@ -389,7 +407,8 @@ def _add_others(contents: RunContents, path: Path, columns: EventColumns, known:
             data = stored.read()
             plugin = plugins.get(tag) or plugins.setdefault(tag, plugin_name(data))
             if plugin == "text" or columns.tags[tag].startswith("Text/"):
-                _add_text(contents, columns.tags[tag], decode_text(data))
+                if (text := decode_text(data)) is not None:
+                    contents.texts[decode(columns.tags[tag].removeprefix("Text/"))] = text
             elif plugin == "scalars" and series is not None and (value := decode_tensor_scalar(data)) is not None:
                 scalars.append((contents.number_of(series), step, value, stored.time))
     _purge_stored(contents.stored, path, columns)
@@ -409,38 +428,33 @@ def _purge_stored(stored: dict[Series, list[StoredValue | ReadHistogram]], path:
             ]
 
 
-def _add_text(contents: RunContents, tag: str, text: str | None) -> None:
-    if text is None:
-        return
-    if tag == _MODULES:
-        contents.modules = read_module_table(text) or contents.modules
-    contents.texts[decode(tag.removeprefix("Text/"))] = text
+def _read_lines(paths: Sequence[Path]) -> list[LineFile]:
+    sizes = dict(replaced_ends({path.name: _first_line(path) for path in paths}))
+    return [read_lines(path, sizes.get(path.name)) for path in paths]
 
 
-def _add_lines(contents: RunContents, paths: list[Path]) -> None:
+def _add_lines(contents: RunContents, files: Sequence[LineFile]) -> None:
     """Add the values of files of JSON lines that the event files lack, as one part."""
-    heads = {path.name: _first_line(path) for path in paths}
-    sizes = dict(replaced_ends(heads))
     known = set(contents.series)
     columns: list[tuple[int, int, float, float]] = []
     restarts: list[tuple[int, int]] = []
     is_restart = _restart_finder()
-    for path in paths:
-        file = read_lines(path, sizes.get(path.name))
+    for file in files:
         contents.lost += file.lost
         contents.waiting += file.waiting
         series = [Series(*head) for head in file.heads]
         numbers = [-1 if each in known else contents.number_of(each) for each in series]
-        resumed = dict(file.restarts)
+        resumed = file.restarts[::-1]
         for place, (i, step, value, time) in enumerate(
             zip(file.series, file.steps, file.values, file.times, strict=True)
         ):
-            if place in resumed:
-                restarts.append((len(columns), resumed[place]))
+            while resumed and resumed[-1][0] == place:
+                restarts.append((len(columns), resumed.pop()[1]))
             if numbers[i] >= 0:
                 if is_restart(series[i].pass_name, numbers[i], step):
                     restarts.append((len(columns), step))
                 columns.append((numbers[i], step, value, time))
+        restarts += [(len(columns), step) for _, step in reversed(resumed)]
         _add_line_others(contents, file)
     if columns:
         numbers_, steps, values, times = zip(*columns, strict=True)
@@ -473,10 +487,15 @@ def _restart_finder() -> Callable[[str, int, int], bool]:
 def _add_line_others(contents: RunContents, file: LineFile) -> None:
     for entry in file.others:
         try:
-            if "text" in entry:
+            if isinstance(resumed := entry.get("resumed"), int):
+                contents.matrices = [each for each in contents.matrices if each["step"] < resumed]
+                for series, found in contents.stored.items():
+                    kept = (each for each in found if isinstance(each, StoredValue) or each.step < resumed)
+                    contents.stored[series] = list(kept)
+            elif "text" in entry:
                 contents.texts[str(entry["title"])] = str(entry["text"])
             elif "matrix" in entry:
-                contents.matrices.append(entry)
+                contents.matrices.append({**entry, "step": int(entry["step"])})
             elif "histogram" in entry:
                 fields = dict(entry["histogram"])
                 for name in LISTS:

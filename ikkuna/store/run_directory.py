@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from ikkuna.errors import ConfigError, ConfigTypeError, LogDirError, is_integer
 from ikkuna.store.append_file import make_directories, process_name, reason
 from ikkuna.store.quantity import Quantity
+from ikkuna.store.values import ModuleEntry, module_table, read_module_table
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.files import atomic_file, read_regular
 
@@ -175,6 +176,8 @@ class RunFile:
         The versions of the packages, see `ikkuna.store.run_directory`.
     quantities : dict of str to Quantity
         What the shown kinds are; a kind without an entry is neutral.
+    modules : tuple of ModuleEntry
+        The observed modules.
     """
 
     id: str
@@ -183,6 +186,7 @@ class RunFile:
     created: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     quantities: dict[str, Quantity] = field(default_factory=dict)
+    modules: tuple[ModuleEntry, ...] = ()
 
 
 def write_run_file(directory: Path, content: RunFile) -> None:
@@ -194,6 +198,7 @@ def write_run_file(directory: Path, content: RunFile) -> None:
     data = {"id": content.id, "created": created, "config": content.config, "model": content.model}
     data["environment"] = content.environment or environment()
     data["quantities"] = {kind: quantity.as_dict() for kind, quantity in content.quantities.items()}
+    data["modules"] = module_table(content.modules)
     with contextlib.suppress(OSError):
         _write(path, data)
 
@@ -248,7 +253,8 @@ def read_run_file(directory: str | os.PathLike[str]) -> RunFile | None:
         stored = data.get("environment") or {}
         versions = {str(name): str(value) for name, value in stored.items()}
         quantities = {str(kind): Quantity.from_dict(each) for kind, each in (data.get("quantities") or {}).items()}
-        return RunFile(str(data["id"]), config, model, str(data.get("created", "")), versions, quantities)
+        modules = read_module_table(data.get("modules") or "")
+        return RunFile(str(data["id"]), config, model, str(data.get("created", "")), versions, quantities, modules)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -88,7 +88,7 @@ class StoredRun:
     path : Path
         The directory or file.
     modules : tuple of ModuleEntry
-        The observed modules, of which event files have a table; empty for files of JSON lines alone.
+        The observed modules, of which event files and ``run.json`` have a table.
     texts : dict of str to str
         The pages of text by their titles.
 

@@ -17,6 +17,8 @@ from ikkuna.cli.commands.demo import train_sample
 from ikkuna.cli.commands.list import TYPES
 from ikkuna.metrics.messages.kinds import BUILT_IN
 from ikkuna.reading import read_run
+from ikkuna.store.run_directory import RunFile, write_run_file
+from ikkuna.store.values import ModuleEntry
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +119,19 @@ def test_the_summary_shows_curves_and_heat_maps(run, capsys, monkeypatch):
     assert {"0"} in [set(line.split()[1]) for line in dead]  # the gradients
     assert max(len(line) for line in out.splitlines()[1:6] if str(run) not in line) <= 90
     assert output(capsys, "summary", run, "--kind", "weights_norm2").count("hidden4") == 1
+
+
+def test_the_summary_of_a_single_module_shows_its_kinds_and_tells_long_names_apart(tmp_path, capsys):
+    logged = [("logged", f"validation_accuracy_at_top_{number}") for number in (1, 5)]
+    lines = [
+        {"kind": kind, "module": name, "pass": "training", "step": 0, "value": 1.0}
+        for kind, name in [*logged, ("weights_norm2", "fc")]
+    ]
+    (tmp_path / "values.1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_run_file(tmp_path, RunFile("1a2b", modules=(ModuleEntry("fc", "Linear"),)))
+    out = output(capsys, "summary", tmp_path)
+    assert "weights_norm2  1 to 1" in out
+    assert len({line[:28] for line in out.splitlines() if line.startswith("logged/")}) == 2
 
 
 def test_the_summary_is_the_last_value_of_each_series_as_json(run, capsys):

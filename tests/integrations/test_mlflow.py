@@ -6,6 +6,7 @@ import math
 import pytest
 
 from ikkuna.integrations.mlflow import MlflowBackend
+from ikkuna.store.names import Series
 from ikkuna.testing import check_backend
 from tests.integrations.training import add_everything, train
 
@@ -71,3 +72,21 @@ def test_an_active_run_of_the_user_stays_open(tmp_path, uri):
         mlflow.log_metric("own", 1.0)
     metrics = mlflow.MlflowClient(uri).get_run(active.info.run_id).data.metrics
     assert {"own", "weights_norm2/linear"} <= metrics.keys()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_metrics_of_the_script_and_values_of_the_same_kind_do_not_exclude_each_other(tmp_path, uri, is_first):
+    """A store in files has a file for each metric, and a directory for what is before a slash."""
+    mlflow.set_tracking_uri(uri)
+    backend = MlflowBackend(uri)
+    with mlflow.start_run() as active:
+        if is_first:
+            mlflow.log_metrics({"loss": 2.0, "learning_rate": 0.1})
+        for kind, name in (("loss", None), ("loss", "objective"), ("learning_rate", "group 0")):
+            backend.add_scalar(Series(kind, name), 0.5, 0)
+        backend.commit(0)
+        assert backend.close(60)
+        mlflow.log_metrics({"loss": 3.0, "learning_rate": 0.2})
+    metrics = mlflow.MlflowClient(uri).get_run(active.info.run_id).data.metrics
+    ours = "Network/loss", "Network/loss objective", "Network/learning_rate group 0"
+    assert metrics == {"loss": 3.0, "learning_rate": 0.2, **dict.fromkeys(ours, 0.5)}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ikkuna.integrations.wandb import WandbBackend
+from ikkuna.store.names import Series
 from ikkuna.testing import check_backend
 from tests.integrations.training import add_everything, train
 
@@ -111,3 +112,60 @@ def test_an_active_run_of_the_user_keeps_its_steps_and_stays_open(tmp_path):
     rows = history(tmp_path)
     assert [row["own"] for row in rows if "own" in row] == [1, 2]
     assert [row["ikkuna/step"] for row in rows if "ikkuna/step" in row] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_what_the_script_logs_with_a_step_is_kept(tmp_path, first):
+    """Also in a second training of the same run, whose steps begin again."""
+    run = wandb.init(mode="offline", dir=str(tmp_path), settings=wandb.Settings(console="off", silent=True))
+    for _ in range(first):
+        run.log({"before": 1})
+    backend = WandbBackend(run)
+    for step in range(4):
+        backend.add_scalar(Series("loss"), step / 2, step)
+        backend.commit(step)
+        assert backend.flush(60)
+        if step % 2:
+            run.log({"own": step}, step=first + step)
+    assert backend.close(60)
+    run.finish()
+    rows = history(tmp_path)
+    assert [row["own"] for row in rows if "own" in row] == [1, 3]
+    assert [(row["ikkuna/step"], row["Network/loss"]) for row in rows if "Network/loss" in row] == [
+        (step, step / 2) for step in range(4)
+    ]
+    assert backend.dropped == 0
+
+
+def test_values_behind_the_rows_of_the_script_take_the_place_of_each_other(tmp_path):
+    run = wandb.init(mode="offline", dir=str(tmp_path), settings=wandb.Settings(console="off", silent=True))
+    backend = WandbBackend(run)
+    run.log({"own": 1}, step=9)
+    for step in (6, 7):
+        backend.add_scalar(Series("loss"), step / 2, step)
+        backend.commit(step)
+        backend.flush(60)
+    run.log({"own": 2}, step=10)
+    backend.close(60)
+    run.finish()
+    rows = [{key: row.get(key) for key in ("_step", "own", "Network/loss")} for row in history(tmp_path)]
+    assert rows == [{"_step": 9, "own": 1, "Network/loss": 3.5}, {"_step": 10, "own": 2, "Network/loss": None}]
+    assert backend.dropped == 1
+
+
+def test_rows_of_their_own_replace_no_values_of_each_other(tmp_path):
+    """The script logs as often, without a step, and is ahead."""
+    run = wandb.init(mode="offline", dir=str(tmp_path), settings=wandb.Settings(console="off", silent=True))
+    backend = WandbBackend(run, has_own_rows=True)
+    for step in range(8):
+        run.log({"own": step})
+        backend.add_scalar(Series("loss"), step / 2, step)
+        backend.commit(step)
+        if step % 4 == 3:
+            backend.flush(60)
+    backend.close(60)
+    run.finish()
+    rows = history(tmp_path)
+    assert [row["own"] for row in rows if "own" in row] == list(range(8))
+    assert [row["ikkuna/step"] for row in rows if "Network/loss" in row] == list(range(8))
+    assert backend.dropped == 0

@@ -110,9 +110,11 @@ def test_one_flipped_bit_is_found_by_fingerprints(tmp_path):
     assert not compare_runs(runs[0], runs[0]).partings
 
 
-def write(directory, values, kind="loss"):
+def write(directory, values, kind="loss", start=0):
     directory.mkdir()
-    entries = [{"kind": kind, "module": None, "pass": "training", "step": i, "value": v} for i, v in enumerate(values)]
+    entries = [
+        {"kind": kind, "module": None, "pass": "training", "step": i, "value": v} for i, v in enumerate(values, start)
+    ]
     (directory / "values.1.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     return directory
 
@@ -157,6 +159,12 @@ def test_nan_in_one_run_is_a_difference_and_in_both_is_none(tmp_path):
     a, b = read_run(write(tmp_path / "a", values)), read_run(write(tmp_path / "b", bad))
     assert [p.step for p in compare_runs(a, b).partings] == [6]
     assert not compare_runs(b, read_run(write(tmp_path / "c", bad))).partings
+
+
+def test_runs_without_a_common_step_are_not_said_to_be_equal(tmp_path, capsys):
+    runs = [write(tmp_path / str(start), [1.0] * 5, start=start) for start in (0, 5)]
+    assert cli.main(["diff", *map(str, runs)]) == 1
+    assert "The runs have no series with a common step." in capsys.readouterr().out
 
 
 def test_kinds_of_time_are_not_compared(tmp_path):

@@ -14,6 +14,7 @@ from ikkuna.diagnosis import Finding
 from ikkuna.diagnosis.stored_findings import event_line, event_text
 from ikkuna.errors import ConfigError
 from ikkuna.report.server import RunServer
+from ikkuna.store import find_runs
 from ikkuna.store.names import Series
 from ikkuna.store.values import ModuleEntry
 
@@ -148,6 +149,28 @@ def test_runs_are_listed_with_loss_and_findings(server, writer):
     for shown in ('href="run?name=run0001"', "error: dead_units", "0.05", ">19<", "<polyline", "created (UTC)"):
         assert shown in text
     assert "run0002" not in text
+
+
+def test_the_directory_is_read_once_for_the_list(server, tmp_path, monkeypatch):
+    """With hundreds of runs, reading it for each of them would take minutes."""
+    for number in (3, 4, 5):
+        (tmp_path / "runs" / f"run000{number}").mkdir()
+    calls = []
+    monkeypatch.setattr("ikkuna.report.server.find_runs", lambda directory: calls.append(0) or find_runs(directory))
+    assert "run0005" in ask(server, "/")[1]
+    assert len(calls) == 1
+
+
+def test_a_run_whose_files_are_deleted_hides_no_other_one(server, writer, tmp_path):
+    other = Writer(tmp_path / "runs" / "run0003")
+    other.step(0, 4.5)
+    other.backend.close()
+    assert "4.5" in ask(server, "/")[1]
+    for file in writer.directory.glob("*tfevents*"):
+        file.unlink()
+    status, text, _ = ask(server, "/")
+    assert status == 200
+    assert "4.5" in text
 
 
 def test_a_run_that_is_being_written_is_followed(server, writer):

@@ -3,14 +3,17 @@ import math
 import struct
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ikkuna.backends.jsonl import JSONLinesBackend
+from ikkuna.reading import StoredRun
 from ikkuna.store.append_file import ReplacedEnd
 from ikkuna.store.json_lines import read
 from ikkuna.store.names import Series
+from ikkuna.store.values import Matrix
 
 
 @pytest.fixture
@@ -169,3 +172,25 @@ def test_a_hostile_line_is_skipped_or_returned_and_never_raises(tmp_path, line):
     assert [entry["kind"] for entry in (entries[0], entries[-1])] == ["a", "b"]
     assert len(entries) in (2, 3)
     assert math.isnan(entries[0]["value"])
+
+
+@pytest.mark.parametrize("last", [4, 3], ids=["with values", "without values"])
+def test_a_resumed_training_replaces_values_of_every_kind(tmp_path, last):
+    """Also if it has ended before its first value."""
+    histogram = SimpleNamespace(min=0, max=1, num=1, sum=1, sum_squares=1, bucket_limits=[1], bucket_counts=[1])
+    for first, end in ((0, 5), (3, last)):
+        backend = JSONLinesBackend()
+        backend.open(tmp_path)
+        if first:
+            backend.resume(first)
+        for step in range(first, end):
+            backend.add_scalar(Series("loss"), 1.0, step)
+            backend.add_histogram(Series("weights", "fc"), histogram, step)
+            backend.add_matrix(Series("similarity"), Matrix(("a",), ("b",), np.ones((1, 1))), step)
+        backend.commit(end)
+        assert backend.close(30)
+    run, entries = StoredRun(tmp_path), read(tmp_path)
+    assert run.series("loss").steps.tolist() == [entry["step"] for entry in entries if "value" in entry]
+    assert [step for step, _ in run.histograms("weights", "fc")] == list(range(last))
+    assert [matrix["step"] for matrix in run.matrices] == list(range(last))
+    assert run.last_step == last - 1

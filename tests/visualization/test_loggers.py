@@ -3,6 +3,7 @@
 import math
 import os
 import threading
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -291,6 +292,35 @@ def test_a_logger_of_lightning_gets_one_call_for_each_step(tmp_path):
     assert len(rows) == 4
     assert "weights_norm2/linear" in rows[0]
     assert "lr: 0.1" in (tmp_path / "lightning_logs" / "version_0" / "hparams.yaml").read_text()
+
+
+def test_a_logger_of_lightning_that_refuses_hyper_parameters_gets_the_numbers(tmp_path, caplog):
+    """MLflow refuses a second text of a hyper-parameter, such as an object of which the trainer has logged another one."""
+    shown = []
+    logger = Mock(log_hyperparams=Mock(side_effect=ValueError("it has another value")))
+    logger.log_metrics = lambda values, step: shown.append((step, *values))
+    backend = LightningLoggerBackend(logger)
+    backend.add_config({"device": "device(type='cpu')"}, 0)
+    backend.add_scalar(Series("loss"), 0.5, 0)
+    backend.commit(0)
+    assert backend.close(30)
+    assert shown == [(0, "Network/loss")]
+    assert backend.dropped == 0
+    assert "Mock keeps its hyper-parameters: it has another value" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "tag"), [("MLFlowLogger", "Network/loss objective"), ("CometLogger", "loss/objective")]
+)
+def test_only_the_logger_of_mlflow_gets_other_names(name, tag):
+    """Its store in files cannot have ``loss``, which the script logs, beside a metric in ``loss/``."""
+    shown = []
+    logger = type(name, (), {"log_metrics": lambda self, metrics, step: shown.append((metrics, step))})()
+    backend = LightningLoggerBackend(logger)
+    backend.add_scalar(Series("loss", "objective"), 0.5, 3)
+    backend.commit(3)
+    assert backend.close(30)
+    assert shown == [({tag: 0.5}, 3)]
 
 
 @pytest.mark.parametrize("backend", [3, NormSubscriber, None])

@@ -16,7 +16,7 @@ from torch import nn
 from ikkuna.backends import mpl
 from ikkuna.backends.mpl import MPLBackend
 from ikkuna.backends.pictures.chart import CAPACITY, Chart, Curve, HistogramChart, QuantileBands
-from ikkuna.backends.pictures.drawing import draw_chart, draw_histograms
+from ikkuna.backends.pictures.drawing import draw_chart, draw_histograms, encode_figure
 from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
@@ -161,6 +161,15 @@ def test_histograms_of_more_modules_than_panels_are_counted():
     picture = draw_histograms(made.view())
     assert len(picture.axes) == 12
     assert picture.get_suptitle() == "weights, 12 of 30 modules"
+
+
+def test_histograms_without_a_finite_value_are_an_empty_picture():
+    made = HistogramChart(Series("weights", "fc"))
+    made.add(0, {"fc": Histogram.of(torch.full((9,), math.nan)).tensorboard_buckets(10)})
+    picture = draw_histograms(made.view())
+    assert not any(ax.has_data() for ax in picture.axes)
+    assert picture.get_suptitle() == "weights, 0 of 1 modules"
+    assert encode_figure(picture, 80)
 
 
 # -- files and displays -----------------------------------------------------------------------------------------------

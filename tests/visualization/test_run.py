@@ -22,11 +22,12 @@ from ikkuna.backends.mpl import MPLBackend
 from ikkuna.backends.run import Run
 from ikkuna.backends.tensorboard import TensorBoardBackend
 from ikkuna.numerics.statistics import Histogram
+from ikkuna.reading import StoredRun
 from ikkuna.store.event_records import event_library
 from ikkuna.store.json_lines import read
 from ikkuna.store.names import Series
 from ikkuna.store.run_directory import RunSettings, check_log_dir, make_run_directory, read_run_file
-from ikkuna.store.values import Matrix
+from ikkuna.store.values import Matrix, ModuleEntry
 from ikkuna.support import plugins
 from ikkuna.testing import RecordingBackend
 
@@ -656,3 +657,27 @@ def test_a_backend_cannot_take_back_values_that_were_lost(reported, counted):
     backend, run = Lying(), Run()
     run.show(Series("loss"), 0.5, 0, [backend])
     assert run.dropped == counted
+
+
+def test_a_module_whose_tag_was_cut_has_its_whole_name(tmp_path):
+    name = "block." * 50 + "0"
+    run = Run(tmp_path)
+    for kind, backends in (("norm", ["tb", "jsonl"]), ("mean", ["tb"])):
+        run.show(Series(kind, name), 0.5, 3, backends)
+    run.close()
+    found = StoredRun(run.directory)
+    assert found.names("norm") == found.names("mean") == (name,)
+    assert found.series("norm", name).steps.tolist() == [3]
+
+
+def test_a_run_of_json_lines_has_its_modules(tmp_path):
+    """They are in the order of the network, and groups of parameters are none of them."""
+    entries = ModuleEntry("b", "Linear", (("weight", (2, 3)),)), ModuleEntry("a", "ReLU")
+    run = Run(tmp_path, entries)
+    for kind, name in (("norm", "a"), ("norm", "b"), ("learning_rate", "group 0")):
+        run.show(Series(kind, name), 0.5, 3, ["jsonl"])
+    run.close()
+    found = StoredRun(run.directory)
+    assert found.modules == entries
+    assert (found.module_kinds(), found.names("norm")) == (["norm"], ("b", "a"))
+    assert [series.label for series in found.network_series()] == ["learning_rate/group 0"]

@@ -143,7 +143,7 @@ def draw_histograms(view: HistogramsView, order: Order = str) -> NotebookFigure:
         ax.set_xlabel(escaped(view.label))
         if view.ylims is not None:
             ax.set_xlim(*view.ylims)  # values lie along x here
-    for ax in axes[::columns]:
+    for ax in axes[:: columns or 1]:
         ax.set_ylabel("step")
     style.add_title(picture, "")
     assert isinstance(picture, NotebookFigure)

@@ -96,7 +96,7 @@ def _write(found: "RunDifference", first: str, second: str, terminal: Terminal) 
     elif found.compared:
         terminal.write(f"None of {found.compared} compared series differs beyond the noise.")
     else:
-        terminal.write("The runs have no series in common.")
+        terminal.write("The runs have no series with a common step.")
     for title, values in (("configuration", found.config), ("environment", found.environment)):
         if values:
             terminal.write()
