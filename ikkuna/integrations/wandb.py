@@ -146,6 +146,7 @@ class WandbBackend(RemoteBackend):
             run.log({**data, _STEP: values.step})
             return
         reached = _next_row(run)
+        # a run that had rows before gets one more for each step; those of the script may be ahead
         before, self._row = self._row, max(values.step, reached, min(self._row + 1, self._first_row + values.step))
         self._dropped += values.count if self._row == before else 0  # it takes the place of the values before
         where = {"step": self._row} if self._row > reached else {"commit": False}

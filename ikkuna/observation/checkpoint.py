@@ -29,12 +29,12 @@ def state_of(session: Session) -> dict[str, Any]:
     """
     bus = session.bus
     store_finished(bus)
-    model = session.context.model.roots.whole
+    model, part = session.context.model.roots.whole, _part(session)
     return {
         **session.context.tracker.counters.state_dict(),
         "model": None if model is None else signature(model),
         **({"run": _run_state(bus)} if World.here().rank == 0 else {}),
-        "subscribers": tuple({"part": _part(session), **each} for each in bus.subscriber_states()),
+        "subscribers": tuple({"part": part, **each} for each in bus.subscriber_states()),
     }
 
 
@@ -52,10 +52,12 @@ def store_finished(bus: MessageBus) -> None:
 
 
 def _run_state(bus: MessageBus) -> dict[str, str]:
-    run, continued = bus.run, bus.continued
-    if run is not None:
-        return {"id": run.identity, "directory": str(run.directory or "")}
-    return {"id": continued.identity if continued else "", "directory": str(continued.directory) if continued else ""}
+    found = bus.continued if bus.run is None else bus.run
+    return (
+        {"id": "", "directory": ""}
+        if found is None
+        else {"id": found.identity, "directory": str(found.directory or "")}
+    )
 
 
 def _part(session: Session) -> tuple[int, int]:

@@ -54,7 +54,7 @@ def _sequence(trial: Trial) -> tuple[Tensor, int]:
     sequences = [tensor for tensor in _sequences(trial) if tensor.ndim > 1]
     if not sequences:
         raise CannotJudgeError("the inputs are no sequences")
-    axes = [_predicted_axis(trial, trial.batch, tokens) for tokens in sequences]
+    axes = [_predicted_axis(trial, tokens) for tokens in sequences]
     place = next((i for i, axis in enumerate(axes) if axis is not None), 0)
     tokens, axis = sequences[place], 1 if trial.causal else axes[place]
     if axis is None:
@@ -71,12 +71,12 @@ def _sequences(trial: Trial) -> list[Tensor]:
     return [tokens] if isinstance(tokens, Tensor) else trial.batch.tensors
 
 
-def _predicted_axis(trial: Trial, batch: Batch, tokens: Tensor) -> int | None:
-    labels = batch.labels
+def _predicted_axis(trial: Trial, tokens: Tensor) -> int | None:
+    labels = trial.batch.labels
     if not isinstance(labels, Tensor) or labels.numel() != tokens.numel():
         return None
     labels = labels.view(tokens.shape)
-    if batch.loss_inside:
+    if trial.batch.loss_inside:
         known = labels >= 0
         return 1 if shifts_labels(trial.model) and bool((labels == tokens)[known].all()) else None
     shifted = partial(is_shifted, labels, tokens)
